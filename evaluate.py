@@ -172,6 +172,45 @@ def read_tasks() -> list[Task]:
     if not tasks or not all(task.rows for task in tasks):
         raise UserError("nothing to score: give --hellaswag, --lambada, --dataset, or --text of at "
                         "least 2 tokens")
+    return tasks
+
+
+def report(task: Task, scores: np.ndarray) -> None:
+    """Print the figures of a task. scores: what score() returns of its rows."""
+    figures = figures_of(task.name, scores, task.answers)
+    cut = sum(len(row) > block_size + 1 for row in task.rows)
+    if json:
+        record = {
+            "model": name,
+            "task": task.name,
+            "file": task.path,
+            "rows": len(task.answers),
+            "tokens": int(scores[1].sum()),
+            "cut": cut,
+        }
+        for key, (value, error) in figures.items():
+            record[key] = value
+            record[f"{key}_stderr"] = error
+        print0(dumps(record))
+        return
+    parts = [f"{key} {value:.4f} +- {error:.4f}" for key, (value, error) in figures.items()]
+    line = f"{task.name} {task.path}: {', '.join(parts)}"
+    if cut:
+        line += f" ({counted(cut, 'text')} cut on the left)"
+    print0(line)
+
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")  # deepspeed only reads files
+ranks = ranks_from_environment()
+join_process_group(device)
+with all_exit_on(UserError, OSError):
+    device = pick_device(device, ranks.local_world_size)
+    if device == "cuda":
+        torch.cuda.set_device(ranks.local_rank)
+    dtype = getattr(torch, pick_dtype(dtype, device))
+    name, description, data, load = find_model(init_from, out_dir, tag, dataset)
+    block_size = data["block_size"]
+    tasks = read_tasks()
     model = load(device, dtype)
 if device == "cuda" and dtype != torch.float32:
     torch.set_float32_matmul_precision("high")  # TF32 in the head

@@ -1,9 +1,9 @@
 """A model.py of others, such as nanoGPT's, behind the methods that our programs call.
 
-runtime/chosen_model.py calls adapted() on the GPT that it imports. A GPT whose forward has a `reduction`,
-as ours has, stays as it is. One whose forward(idx, targets) returns (logits, loss) is trained as it is
-written: its initial weights, its forward and its loss. Adapter adds the rest, in plain PyTorch: no
-kernels and no KV cache. CONTRIBUTING.md has the mapping.
+runtime/chosen_model.py calls adapted() on the GPT that it imports. A GPT whose forward has a
+`reduction`, as ours has, stays as it is. One whose forward(idx, targets) returns (logits, loss) is
+trained as it is written: its initial weights, its forward and its loss. Adapter adds the rest, in
+plain PyTorch: no kernels and no KV cache. CONTRIBUTING.md has the mapping.
 """
 
 import contextlib
@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -49,10 +50,12 @@ def import_errors() -> Iterator[None]:
         files = [frame.filename for frame in frames if not frame.filename.startswith("<frozen ")]
         if isinstance(error, ModuleNotFoundError) and Path(files[-1]).name != "chosen_model.py":
             raise UserError(
-                f"{files[-1]} imports {error.name}, which Python doesn't find: install that package (python -m "
-                "pip install -r requirements.txt for what this project needs), or put the file beside model.py"
+                f"{files[-1]} imports {error.name}, which Python doesn't find: install that "
+                "package (python -m pip install -r requirements.txt for what this project needs), or put "
+                "the file beside model.py"
             ) from None
-        raise UserError(f"runtime/chosen_model.py can't import the model ({error}): {HOW}") from None
+        raise UserError(
+            f"runtime/chosen_model.py can't import the model ({error}): {HOW}") from None
 
 
 def adapted(model_class: type[nn.Module], config_class: type) -> type[nn.Module]:
@@ -62,27 +65,32 @@ def adapted(model_class: type[nn.Module], config_class: type) -> type[nn.Module]
     """
     file = f"{model_class.__module__}.py"
     if not is_dataclass(config_class):
-        raise UserError(f"GPTConfig of {file} is no dataclass, so no checkpoint can record it: {HOW}")
+        raise UserError(
+            f"GPTConfig of {file} is no dataclass, so no checkpoint can record it: {HOW}")
     known = [field.name for field in fields(config_class)]
     missing = [f"GPTConfig.{name}" for name in FIELDS if name not in known]
     is_ours = has_our_forward(model_class)
     if is_ours:
         missing += [f"GPT.{name}" for name in METHODS if not hasattr(model_class, name)]
     else:
-        taken = inspect.signature(model_class.forward).parameters.values()
-        if len(taken) < 3 and all(each.kind is not each.VAR_POSITIONAL for each in taken):
+        taken = inspect.signature(model_class.forward).parameters.values()  # with self
+        takes_any = any(each.kind is each.VAR_POSITIONAL for each in taken)
+        if len(taken) < 3 and not takes_any:
             missing.append("targets in GPT.forward(idx, targets)")
     if missing:
         raise UserError(f"{file} has no {', '.join(missing)}, which training needs: {HOW}")
     if is_ours:
         return model_class
+    # Its own methods come before Defaults', and Adapter's before its own
     names = {"__module__": model_class.__module__, "__doc__": model_class.__doc__}
     return type(model_class.__name__, (Adapter, model_class, Defaults), names)
 
 
 def has_our_forward(model_class: type[nn.Module]) -> bool:
-    """Return whether a GPT's forward is called as that of our model.py is. One that takes anything, as
-    in a decorator, is ours if the class has our other methods."""
+    """Return whether a GPT's forward is called as that of our model.py is.
+
+    One that takes anything, as in a decorator, is ours if the class has our other methods.
+    """
     taken = inspect.signature(model_class.forward).parameters
     if "reduction" in taken:
         return True
@@ -93,12 +101,13 @@ def has_our_forward(model_class: type[nn.Module]) -> bool:
 class Adapter(nn.Module):
     """What our programs need, in front of a GPT of others in the order of classes."""
 
-    def __init__(self, config) -> None:
+    def __init__(self, config: Any) -> None:
         file = f"{type(self).__module__}.py"
         try:
             with contextlib.redirect_stdout(io.StringIO()):  # nanoGPT's prints its size
                 super().__init__(config)
         except (AssertionError, TypeError, ValueError) as error:
+            # An assertion without words has only its line
             line = traceback.extract_tb(error.__traceback__)[-1].line
             why = str(error) or line
             raise UserError(f"{file} refuses {config} ({type(error).__name__}: {why})") from None
@@ -107,32 +116,39 @@ class Adapter(nn.Module):
             try:
                 self.get_submodule(path)
             except AttributeError:
-                raise UserError(f"the GPT of {file} has no {path}, which training needs: {HOW}") from None
+                raise UserError(
+                    f"the GPT of {file} has no {path}, which training needs: {HOW}") from None
         self.lm_head.vocab_size = config.vocab_size  # tokens that may be generated
         # Losses are in float32, as torch.autocast computes them
         self.lm_head.register_forward_hook(to_float32)
 
     def logits_and_loss(self, idx: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what the model's own forward returns for idx and targets, both (B, T): logits
-        (B, T, vocab_size) and the loss. Raises UserError if it returns something else."""
+        """Return what the model's own forward returns for idx and targets, both (B, T).
+
+        That is logits (B, T, vocab_size) and the loss. Raises UserError for something else.
+        """
         result = super().forward(idx, targets)
-        is_pair = isinstance(result, tuple) and len(result) == 2 and all(map(torch.is_tensor, result))
+        is_pair = isinstance(result, tuple) and len(result) == 2
+        is_pair = is_pair and all(map(torch.is_tensor, result))
         if not is_pair or result[0].numel() % idx.numel() or result[1].numel() != 1:
             raise UserError(
-                f"GPT.forward(idx, targets) of {type(self).__module__}.py doesn't return the logits of all "
-                f"tokens and the loss: {HOW}"
+                f"GPT.forward(idx, targets) of {type(self).__module__}.py doesn't return the "
+                f"logits of all tokens and the loss: {HOW}"
             )
         logits, loss = result
         return logits.reshape(*idx.shape, -1), loss
 
-    def forward(self, idx: Tensor, targets: Tensor | None = None, reduction: str = "mean") -> Tensor:
+    def forward(
+        self, idx: Tensor, targets: Tensor | None = None, reduction: str = "mean"
+    ) -> Tensor:
         """Return logits (B, T, vocab_size) of idx (B, T), or the loss of targets (B, T).
 
-        "mean" is the model's own loss. "none", that of each token (B * T,), is the cross-entropy of its
-        logits, without targets of -1.
+        "mean" is the model's own loss. "none", that of each token (B * T,), is the cross-entropy of
+        its logits, without targets of -1.
         """
         if targets is None:
-            logits, _ = self.logits_and_loss(idx, idx)  # without targets, nanoGPT's has the last token's
+            # Without targets, nanoGPT's has the logits of the last token alone
+            logits, _ = self.logits_and_loss(idx, idx)
             return logits[..., : self.lm_head.vocab_size]
         if reduction == "mean":
             _, loss = self.logits_and_loss(idx, targets)
@@ -156,7 +172,10 @@ class Adapter(nn.Module):
         self.recomputes = value
 
     def crop_block_size(self, block_size: int) -> None:
-        """Shorten the context, by the model's own crop_block_size. Raises UserError if it has none."""
+        """Shorten the context, by the model's own crop_block_size.
+
+        Raises UserError if it has none.
+        """
         if block_size == self.config.block_size:
             return
         own = getattr(super(), "crop_block_size", None)
@@ -165,7 +184,7 @@ class Adapter(nn.Module):
         own(block_size)
 
     def crop_vocab_size(self, vocab_size: int) -> None:
-        """Leave out the tokens from `vocab_size` on. They are padding that no tokenizer produces."""
+        """Leave out the tokens from `vocab_size` on: padding, which no tokenizer produces."""
         self.lm_head.vocab_size = vocab_size
 
     @torch.no_grad()
@@ -179,10 +198,14 @@ class Adapter(nn.Module):
         end_of_text: int | None = None,
         generator: torch.Generator | None = None,
         on_token: Callable[[Tensor], object] | None = None,
-        **speed,
+        **speed: Any,
     ) -> Tensor:
-        """Continue idx (B, T) by up to max_new_tokens, as GPT.generate of our model.py does, with a full
-        forward per token. speed: its options for a cache and CUDA graphs, which nothing here has."""
+        """Continue idx (B, T) by up to max_new_tokens, as GPT.generate of our model.py does.
+
+        Each token takes a full forward. speed: its options for a cache and CUDA graphs, which
+        nothing here has.
+        """
+        # Sequences that have ended get only end_of_text
         done = torch.zeros(len(idx), dtype=torch.bool, device=idx.device)
         for _ in range(max_new_tokens):
             logits = self(idx[:, -self.config.block_size :])[:, -1]
@@ -198,7 +221,7 @@ class Adapter(nn.Module):
         return idx
 
     @classmethod
-    def from_pretrained(cls, name_or_path: str, **options) -> nn.Module:
+    def from_pretrained(cls, name_or_path: str, **options: Any) -> NoReturn:
         """Raise UserError: whether weights of others fit this model isn't known."""
         raise UserError(no_weights(name_or_path, cls.__module__))
 
@@ -211,8 +234,11 @@ class Defaults:
         return sum(p.numel() for p in self.parameters())
 
     def flops_per_token(self, T: int | None = None) -> int:
-        """Return the FLOPs of forward and backward per token with a context of T: 6 N + 12 n_layer
-        n_embd T (PaLM, arXiv:2204.02311, appendix B). N excludes embeddings that are only looked up."""
+        """Return the FLOPs of forward and backward per token with a context of T.
+
+        They are 6 N + 12 n_layer n_embd T (PaLM, arXiv:2204.02311, appendix B). N excludes
+        embeddings that are only looked up.
+        """
         T = T or self.config.block_size
         looked_up = {layer.weight for layer in self.modules() if isinstance(layer, nn.Embedding)}
         looked_up -= set(self.lm_head.parameters())
@@ -220,8 +246,10 @@ class Defaults:
         return 6 * N + 12 * self.config.n_layer * self.config.n_embd * T
 
     def parameter_groups(self, weight_decay: float) -> list[dict]:
-        """Return the optimizer's parameter groups: weight decay for parameters of two dimensions and
-        more, as nanoGPT's configure_optimizers has it."""
+        """Return the optimizer's parameter groups, as nanoGPT's configure_optimizers has them.
+
+        Parameters of two dimensions and more decay.
+        """
         params = [p for p in self.parameters() if p.requires_grad]
         matrices = [p for p in params if p.dim() >= 2]
         vectors = [p for p in params if p.dim() < 2]
@@ -231,31 +259,31 @@ class Defaults:
         ]
         return [group for group in groups if group["params"]]
 
-    def muon_matrices(self) -> list:
+    def muon_matrices(self) -> NoReturn:
         """Raise UserError: only the model knows which matrices are several in one."""
         raise UserError(
-            f"optimizer=muon needs GPT.muon_matrices, which {type(self).__module__}.py doesn't have: add it "
-            "as in our model.py, or use --optimizer=adamw"
+            f"optimizer=muon needs GPT.muon_matrices, which {type(self).__module__}.py doesn't "
+            "have: add it as in our model.py, or use --optimizer=adamw"
         )
 
 
 def no_weights(source: str, module: str) -> str:
     """Return the sentence for weights that a model of others can't load."""
     return (
-        f"init_from={source} holds weights of GPT-2, and {module}.py doesn't say how it loads them: use "
-        "--init_from=scratch, or our model.py"
+        f"init_from={source} holds weights of GPT-2, and {module}.py doesn't say how it loads "
+        "them: use --init_from=scratch, or our model.py"
     )
 
 
 def to_float32(module: nn.Module, inputs: tuple, output: Tensor) -> Tensor:
-    """A forward hook."""
+    """Return the output of a module in float32: a forward hook."""
     return output.float()
 
 
-def recomputed(forward: Callable) -> Callable:
+def recomputed(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return a block's forward that computes its activations again in backward."""
 
-    def run(*args, **named):
+    def run(*args: Any, **named: Any) -> Tensor:
         return checkpoint(forward, *args, use_reentrant=False, **named)
 
     return run

@@ -94,12 +94,16 @@ class Decoder:
         them."""
         self.token.copy_(token)
         self.position.fill_(self.cached)
+
+        # What is read: the power of two above what is cached, so that few graphs are captured
         length = min(self.max_length, max(128, 2 ** self.cached.bit_length()))
         if self.custom_step:
             length = 0  # one graph for all lengths
         self.cached += 1
         if not self.use_cuda_graphs:
             return self.draw(self.forward(self.token, self.position, self.cached))
+
+        # A graph replays at the addresses at which it was captured. The first step is the warm-up's
         if length not in self.graphs:
             token = self.warm_up(length)
             step = partial(self.next_token, length)
@@ -166,6 +170,7 @@ def sample_token(
     elif nucleus:
         logits, order = logits.sort(dim=-1, descending=True)
 
+    # Leave out tokens before which the likelier ones already have top_p
     probs = F.softmax(logits, dim=-1)
     if nucleus:
         beyond = probs.cumsum(-1) - probs >= top_p

@@ -1,4 +1,7 @@
-"""Read pretrained weights from the Hugging Face hub, a folder in transformers' format, or nanoGPT's ckpt.pt."""
+"""Read pretrained weights.
+
+They are on the Hugging Face hub, in a folder in transformers' format, or in nanoGPT's ckpt.pt.
+"""
 
 import contextlib
 import functools
@@ -7,12 +10,14 @@ import os
 import pickle
 import sys
 import urllib.parse
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, NotRequired
 
 import torch
 from pydantic import Field
 from safetensors.torch import load_file
+from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 from typing_extensions import TypedDict  # pydantic takes Python's own from 3.12 on
 
@@ -28,10 +33,17 @@ from runtime.untrusted import (
     read_regular,
 )
 
-GPT2_KEYS = {  # keys of transformers' config.json, and the values that model.py implements, the default first
-    "model_type": ("gpt2",), "activation_function": ("gelu_new", "gelu_pytorch_tanh", "gelu"),
-    "layer_norm_epsilon": (1e-5,), "scale_attn_weights": (True,), "scale_attn_by_inverse_layer_idx": (False,),
-    "tie_word_embeddings": (True,), "quantization_config": (None,)}
+HUB_FILES = ("config.json", "model.safetensors")
+# Keys of transformers' config.json, and the values that model.py implements, the default first
+GPT2_KEYS = {
+    "model_type": ("gpt2",),
+    "activation_function": ("gelu_new", "gelu_pytorch_tanh", "gelu"),
+    "layer_norm_epsilon": (1e-5,),
+    "scale_attn_weights": (True,),
+    "scale_attn_by_inverse_layer_idx": (False,),
+    "tie_word_embeddings": (True,),
+    "quantization_config": (None,),
+}
 CONV1D = "c_attn.weight", "c_fc.weight", "c_proj.weight"  # which transformers stores transposed
 EMBEDDING = "transformer.wte.weight"  # with rows of padding
 HEAD = "lm_head.weight"
@@ -76,49 +88,58 @@ class ShardIndex(TypedDict):
 
 
 @contextlib.contextmanager
-def weights_errors(path):
+def weights_errors(path: str | os.PathLike) -> Iterator[None]:
     """Turn any exception that reading a damaged file raises into a UserError."""
     try:
         yield
     except (UserError, KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # Rust code that panics raises what is no Exception
-        why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-        if isinstance(error, pickle.UnpicklingError | CouldRunCode):  # PyTorch advises to let it run code
+        first_line, *_ = str(error).splitlines() or [""]
+        why = f"{type(error).__name__}: {first_line}"
+        if isinstance(error, pickle.UnpicklingError | CouldRunCode):
+            # PyTorch's words advise to let it run code
             why = "it is damaged, or contains what could run code"
         raise UserError(f"{path} cannot be read ({why}): fetch it again, or choose "
                         "other weights with --init_from=PATH") from None
 
 
-def fetch_from_hub(name, download=True):
-    """Return the local folder of a GPT-2 on the Hugging Face hub. Download it if it isn't cached. Raises UserError.
-    download=False: only check that it is cached or that the hub answers."""
+def fetch_from_hub(name: str, download: bool = True) -> str | None:
+    """Return the local folder of a GPT-2 on the Hugging Face hub.
+
+    Download it if it isn't cached. download=False: only check that it is cached or that the hub
+    answers, and return None. Raises UserError.
+    """
     if name not in PRETRAINED:
         raise UserError(f"'{name}' is not a folder, a file or one of {', '.join(PRETRAINED)}")
     from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
 
-    repo, revision, files = f"openai-community/{name}", REVISIONS[name], ("config.json", "model.safetensors")
+    repo = f"openai-community/{name}"
+    revision = REVISIONS[name]
     try:
-        if not all(isinstance(try_to_load_from_cache(repo, file, revision=revision), str) for file in files):
-            HfApi().model_info(repo, revision=revision)  # fails at once without a network; a download retries for 30 s
+        cached = [try_to_load_from_cache(repo, file, revision=revision) for file in HUB_FILES]
+        if not all(isinstance(path, str) for path in cached):
+            # Without a network this fails at once; a download would retry for 30 s
+            HfApi().model_info(repo, revision=revision)
             warn_of_http()
-        if download:
-            paths = [hf_hub_download(repo, file, revision=revision) for file in files]
-            return os.path.dirname(paths[0])
+        if not download:
+            return None
+        paths = [hf_hub_download(repo, file, revision=revision) for file in HUB_FILES]
+        return os.path.dirname(paths[0])
     except Exception as error:  # httpx, hub and OS errors have no common base
-        raise UserError(f"the weights of {name} could not be fetched ({type(error).__name__}): download config.json "
-                        "and model.safetensors elsewhere and give their folder with --init_from=DIR, or set "
-                        "HF_ENDPOINT to a mirror") from None
+        raise UserError(f"the weights of {name} could not be fetched ({type(error).__name__}): "
+                        "download config.json and model.safetensors elsewhere and give their "
+                        "folder with --init_from=DIR, or set HF_ENDPOINT to a mirror") from None
 
 
 @functools.cache
-def print_note(note):
+def print_note(note: str) -> None:
     """Print a note to stderr, once per process and on the first rank only."""
     if os.environ.get("RANK", "0") == "0":
         print(f"note: {note}", file=sys.stderr, flush=True)
 
 
-def warn_of_http():
+def warn_of_http() -> None:
     """Print a note if files from the hub come by http from another machine."""
     from huggingface_hub.constants import ENDPOINT
 
@@ -130,14 +151,15 @@ def warn_of_http():
         )
 
 
-def is_loopback(host):
+def is_loopback(host: str) -> bool:
+    """Return whether an address or a name is this machine's."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:  # a name
         return host == "localhost"
 
 
-def read_json_of_weights(path, kind: Any = dict):
+def read_json_of_weights(path: str | os.PathLike, kind: Any = dict) -> Any:
     """Return the value of a JSON file in a folder of weights. Raises UserError.
 
     kind: see untrusted.read_json().
@@ -148,8 +170,11 @@ def read_json_of_weights(path, kind: Any = dict):
     return value
 
 
-def read_config(source):
-    """Return GPTConfig's arguments from a folder's config.json or a ckpt.pt. Raises UserError if it isn't a GPT-2."""
+def read_config(source: str) -> dict[str, Any]:
+    """Return GPTConfig's arguments from a folder's config.json or a ckpt.pt.
+
+    Raises UserError if it isn't a GPT-2.
+    """
     if os.path.isfile(source):
         return read_nanogpt(source)[0]
     hf = read_json_of_weights(os.path.join(source, "config.json"), HFConfig)
@@ -157,15 +182,26 @@ def read_config(source):
     known = {**GPT2_KEYS, "n_inner": (None, 4 * n_embd)}
     for key, values in known.items():
         if hf.get(key, values[0]) not in values:
-            raise UserError(f"{source}: config.json has {key}={hf[key]!r}, which is not GPT-2's {values[0]!r}")
-    return {"block_size": hf.get("n_positions", 1024), "vocab_size": hf.get("vocab_size", 50257),
-            "n_layer": hf.get("n_layer", 12), "n_head": hf.get("n_head", 12), "n_embd": n_embd,
-            "gelu": "none" if hf.get("activation_function") == "gelu" else "tanh"}
+            raise UserError(f"{source}: config.json has {key}={hf[key]!r}, which is not GPT-2's "
+                            f"{values[0]!r}")
+    gelu = "tanh"
+    if hf.get("activation_function") == "gelu":
+        gelu = "none"
+    return {
+        "block_size": hf.get("n_positions", 1024),
+        "vocab_size": hf.get("vocab_size", 50257),
+        "n_layer": hf.get("n_layer", 12),
+        "n_head": hf.get("n_head", 12),
+        "n_embd": n_embd,
+        "gelu": gelu,
+    }
 
 
-def load_untrusted(path):
-    """Return what torch.save wrote to a file, memory-mapped if its format allows that. The file can't run code: only
-    tensors and plain containers are unpickled. Raises UserError."""
+def load_untrusted(path: str | os.PathLike) -> Any:
+    """Return what torch.save wrote to a file, memory-mapped if its format allows that.
+
+    The file can't run code: only tensors and plain containers are unpickled. Raises UserError.
+    """
     with weights_errors(path):
         with open_regular(path, MAX_WEIGHTS_BYTES) as file:
             is_zip = check_torch_file(file)
@@ -178,7 +214,7 @@ def load_untrusted(path):
         return torch.load(path, map_location="cpu", mmap=is_zip, weights_only=True)
 
 
-def load_safetensors(path):
+def load_safetensors(path: str | os.PathLike) -> dict[str, Tensor]:
     """Return {name: tensor} of a safetensors file, memory-mapped.
 
     Raises any exception if it is damaged.
@@ -192,16 +228,20 @@ def load_safetensors(path):
 
 
 @functools.lru_cache(maxsize=1)  # configuration and weights are in one file
-def read_nanogpt(path):
+def read_nanogpt(path: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return (GPTConfig's arguments, {name: tensor}) of nanoGPT's ckpt.pt. Raises UserError."""
     checkpoint = load_untrusted(path)
     try:
-        args = {"bias": True, **checkpoint["model_args"]}  # the first versions of nanoGPT have no such key
+        # The first versions of nanoGPT have no "bias"
+        args = {"bias": True, **checkpoint["model_args"]}
         check_type(args, ModelArgs)
         config = {name: args[name] for name in ModelArgs.__annotations__}
-        tensors = {name.removeprefix("_orig_mod."): tensor for name, tensor in checkpoint["model"].items()}
+        tensors = {}
+        for name, tensor in checkpoint["model"].items():
+            tensors[name.removeprefix("_orig_mod.")] = tensor  # torch.compile's
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise UserError(f"{path} is not a nanoGPT ckpt.pt ({type(error).__name__}: {error})") from None
+        raise UserError(
+            f"{path} is not a nanoGPT ckpt.pt ({type(error).__name__}: {error})") from None
     head = tensors.get("lm_head.weight")
     embedding = tensors.get("transformer.wte.weight", head)
     if torch.is_tensor(head) and torch.is_tensor(embedding):
@@ -211,7 +251,7 @@ def read_nanogpt(path):
     return config | {"gelu": "none"}, tensors
 
 
-def weight_files(source):
+def weight_files(source: str) -> list[Path]:
     """Return the paths of the weights in a folder: one, or the shards that its index names.
 
     Raises UserError.
@@ -232,7 +272,7 @@ def weight_files(source):
     raise UserError(f"{source} has neither model.safetensors nor pytorch_model.bin")
 
 
-def check_sizes(source, config):
+def check_sizes(source: str, config: Any) -> None:
     """Raise UserError if the files of weights are too small for a model of this GPTConfig.
 
     Call it before the model is allocated. No file takes less than a byte per parameter.
@@ -255,27 +295,33 @@ def check_sizes(source, config):
         )
 
 
-def open_weights(source):
-    """Return {name: tensor} of nanoGPT's ckpt.pt, or of a folder's model.safetensors or pytorch_model.bin, which may be
-    in shards. Tensors are memory-mapped if the format allows that. Raises UserError."""
+def open_weights(source: str) -> dict[str, Tensor]:
+    """Return {name: tensor} of nanoGPT's ckpt.pt, or of a folder.
+
+    A folder has a model.safetensors or a pytorch_model.bin, which may be in shards. Tensors are
+    memory-mapped if the format allows that. Raises UserError.
+    """
     if os.path.isfile(source):
-        return read_nanogpt(source)[1]
+        _, tensors = read_nanogpt(source)
+        return tensors
     tensors = {}
     for file in weight_files(source):
         with weights_errors(source):
-            load = load_safetensors if file.suffix == ".safetensors" else load_untrusted
-            tensors.update(load(file))
+            if file.suffix == ".safetensors":
+                tensors.update(load_safetensors(file))
+            else:
+                tensors.update(load_untrusted(file))
     return tensors
 
 
 @torch.no_grad()
-def read_weights(model, source, tensors):
+def read_weights(model: nn.Module, source: str, tensors: dict[str, Tensor]) -> None:
     """Copy the tensors of a folder or a ckpt.pt, from open_weights(), into the model.
 
     Fill the vocabulary's padding with zeros. Raises UserError.
     """
     params = dict(model.named_parameters())
-    names_of = {param: [name] for name, param in params.items()}
+    names_of = {param: [name] for name, param in params.items()}  # a shared one has several
     for name, param in model.named_parameters(remove_duplicate=False):
         if name not in names_of[param]:
             names_of[param].append(name)
@@ -284,6 +330,8 @@ def read_weights(model, source, tensors):
         for name in tensors:
             if name not in params and not name.endswith((".attn.bias", "lm_head.weight")):
                 raise UserError(f"{source}: GPT-2 has no tensor {name}")
+
+    # What GPT-2 has, and the model doesn't take
     unused = {name for name in tensors if name.removeprefix("transformer.").startswith(BODY)}
     unused = {name for name in unused if not name.endswith(MASKS)}
     for p, names in names_of.items():
@@ -292,21 +340,28 @@ def read_weights(model, source, tensors):
             unused -= {other, other.removeprefix("transformer.")}
         if is_transformers and name.endswith(CONV1D):
             w = w.t()
-        rows = model.config.vocab_size if name in (EMBEDDING, HEAD) else len(p)
+        rows = len(p)
+        if name in (EMBEDDING, HEAD):
+            rows = model.config.vocab_size
         if w.shape != p[:rows].shape:
-            raise UserError(f"{source}: {name} has shape {tuple(w.shape)}, not {tuple(p[:rows].shape)}")
+            raise UserError(f"{source}: {name} has shape {tuple(w.shape)}, not "
+                            f"{tuple(p[:rows].shape)}")
         p[:rows].copy_(w)
-        p[rows:] = 0
+        p[rows:] = 0  # the vocabulary's padding
     if unused:
         raise UserError(
-            f"{source}: this model has no place for {', '.join(sorted(unused)[:3])}, which GPT-2 has: "
-            "restore model.py, or leave it out in read_weights in runtime/weights.py"
+            f"{source}: this model has no place for {', '.join(sorted(unused)[:3])}, which GPT-2 "
+            "has: restore model.py, or leave it out in read_weights in runtime/weights.py"
         )
 
 
-def one_tensor(source, names, tensors):
-    """Return (name, tensor) of a parameter with these names. Raises UserError if there is none, or if
-    the tensors of its names differ."""
+def one_tensor(
+    source: str, names: list[str], tensors: dict[str, Tensor]
+) -> tuple[str, Tensor]:
+    """Return (name, tensor) of a parameter with these names.
+
+    Raises UserError if there is none, or if the tensors of its names differ.
+    """
     found = {}
     for name in names:
         # The names of gpt2 on the hub have no "transformer." prefix
