@@ -51,8 +51,8 @@ def import_errors() -> Iterator[None]:
         if isinstance(error, ModuleNotFoundError) and Path(files[-1]).name != "chosen_model.py":
             raise UserError(
                 f"{files[-1]} imports {error.name}, which Python doesn't find: install that "
-                "package (python -m pip install -r requirements.txt for what this project needs), or put "
-                "the file beside model.py"
+                "package (python -m pip install -r requirements.txt for what this project needs), "
+                "or put the file beside model.py"
             ) from None
         raise UserError(
             f"runtime/chosen_model.py can't import the model ({error}): {HOW}") from None
