@@ -46,10 +46,12 @@ def argument_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
+    # From where to where
     add("paths", metavar="PATH", nargs="+", type=expand_path,
         help="file, folder, or - for standard input")
     add("--name", required=True, type=expand_path,
         help="name of the dataset: a folder below data/, or a path")
+    # How texts are read
     add("--tokenizer", default="gpt2", type=expand_path,
         help="gpt2 (the default), char, or the folder of a tokenizer, such as that of weights")
     add("--format", choices=("text", "lines", "jsonl", "csv", "tsv", "parquet", "chat"),
@@ -59,12 +61,14 @@ def argument_parser() -> argparse.ArgumentParser:
         help="field or column that holds the text (default: text)")
     add("--ignore_fields", metavar="NAMES", default="",
         help="fields of conversations and messages to leave out, separated by commas")
+    # How documents are split
     add("--val", metavar="PATH", action="append", default=[], type=expand_path,
         help="file or folder for validation; all others are for training. Can be given several "
         "times")
     add("--val_fraction", type=float,
         help="fraction of documents for validation (default: as the names of the files say, else "
         "0.1 below 10 MB, and 0.01 above)")
+    # What few need
     add("--dtype", choices=tuple(shards.RAW_DTYPES),
         help="type of the tokens in .bin files without a header, such as train.bin")
     add("--max_document_bytes", type=int, metavar="BYTES",
@@ -82,6 +86,8 @@ def main() -> None:
     """Prepare what the command line names. Raises UserError and OSError."""
     parser = argument_parser()
     args = parser.parse_args()
+
+    # Refuse what is wrong before anything is read
     check_ranges(args)
     folder = new_dataset_dir(args.name, args.overwrite)
     files = inputs.find_files(args.paths)
@@ -91,6 +97,7 @@ def main() -> None:
     kinds = [args.format or inputs.kind_of(file) for file in files + val_files]
     check_fields(args, parser, files + val_files, set(kinds))
 
+    # Token files are copied, all others are tokenized
     if "shard" in kinds:
         meta = prepare_shards(args, parser, folder, files)
     else:
@@ -109,6 +116,7 @@ def report(meta: dict[str, Any]) -> None:
         print(f"{split}: {tokens} in {counted(documents[split], 'document')}")
     print(f"vocabulary: {meta['vocab_size']:,} ({meta['tokenizer']['kind']}), {meta['dtype']}")
 
+    # What isn't in it, and why
     skipped = skipped_documents(documents)
     if skipped:
         print(f"skipped: {skipped}")
@@ -133,6 +141,7 @@ def check_fields(args: argparse.Namespace, parser: argparse.ArgumentParser, file
 
     kinds: of all files, as --format or their names say.
     """
+    # Conversations have fields of their own, and a text has none
     is_chat = args.format == "chat"
     has_field = args.field != parser.get_default("field")
     if has_field and is_chat:
@@ -143,11 +152,13 @@ def check_fields(args: argparse.Namespace, parser: argparse.ArgumentParser, file
                         "names these files are text: say what they hold with --format, such as "
                         "--format=jsonl, or drop it")
 
+    # A table has a column for the text of a row, and none for its messages
     tables = [file for file in files if inputs.kind_of(file) in inputs.DELIMITERS]
     if is_chat and tables:
         raise UserError(f"{tables[0]} is a table, and conversations come from JSON, Parquet or "
                         'Arrow: write a line such as {"prompt": "...", "completion": "..."} for '
                         "each row")
+    # What cuts, and what leaves out, needs something to cut or to leave out
     if args.max_document_bytes is not None and not kinds & {"text", "shard"}:
         raise UserError(f"--max_document_bytes={args.max_document_bytes} cuts texts, and these "
                         "files have documents of their own, which are never cut: drop it")
@@ -158,6 +169,7 @@ def check_fields(args: argparse.Namespace, parser: argparse.ArgumentParser, file
 def prepare_shards(args: argparse.Namespace, parser: argparse.ArgumentParser, folder: Path,
                    files: list[str]) -> dict[str, Any]:
     """Copy token files to a dataset, and return its meta.json. Raises UserError."""
+    # Nothing is tokenized, split or dropped, so most options would do nothing
     given = set()
     for name, value in vars(args).items():
         if value != parser.get_default(name):
@@ -178,12 +190,14 @@ def prepare_shards(args: argparse.Namespace, parser: argparse.ArgumentParser, fo
                   flush=True)
         files = [file for file in files if inputs.kind_of(file) == "shard"]
 
+    # Shards have GPT-2's tokens, unless something says otherwise
     tokenizer, vocab_size = GPT2
     if args.tokenizer != "gpt2":
         tokenizer, vocab_size = tokenizer_meta(args.tokenizer)
     elif args.dtype:
         tokenizer, vocab_size = vocabulary_of_folders(files)
 
+    # Say what is read, and what isn't
     size = size_of(files)
     print(f"{counted(len(files), 'shard')}, {counted(size, 'byte')}", flush=True)
     splits = shards.split_shards(files)
@@ -208,6 +222,7 @@ def vocabulary_of_folders(files: list[str]) -> tuple[dict[str, Any], int]:
             raise UserError(f"{place or '.'} has a meta.json, which says the type: train on it as "
                             "it is")
         found.append(nanogpt_vocabulary(place) or GPT2)
+    # A dataset has one vocabulary
     if any(vocabulary != found[0] for vocabulary in found):
         raise UserError("the folders of these files have different vocabularies: prepare them "
                         "apart")
@@ -256,6 +271,7 @@ def options_of(args: argparse.Namespace, splits: SplitFiles, size: int,
 
     size: of the files in bytes. kinds: what each file holds.
     """
+    # A small input needs a larger share for validation
     fraction = None
     if splits.how == "fraction":
         fraction = args.val_fraction

@@ -42,6 +42,7 @@ def check_card(dataset: str) -> None:
     card = Path(dataset, "README.md")
     if not card.exists():
         return
+    # Its header is between two lines of ---
     text = read_regular(card, MAX_CARD_BYTES).decode(errors="replace")
     header = ""
     if text.startswith("---"):
@@ -66,9 +67,11 @@ def read_rows(args: argparse.Namespace) -> Iterator[Row]:
     try:
         for split, part in zip(SPLITS, load_parts(args)):
             for number, batch in enumerate(part.iter(BATCH)):
+                # A stream has one part, of which some rows are for validation
                 chosen = split
                 if args.streaming and not args.val and number % 2000 == 0:
                     chosen = "val"
+                # An empty text ends a document
                 row = []
                 for text in batch[args.column]:
                     if has_text(text):
@@ -91,12 +94,14 @@ def load_parts(args: argparse.Namespace) -> list[Any]:
     names = ["train"]
     if args.val:
         names.append(args.val)
+    # Only the column with the text is read
     parts = []
     for name in names:
         data = load_dataset(args.dataset, args.config, split=name, streaming=args.streaming)
         parts.append(data.select_columns(args.column))
+    # As in nanoGPT
     if not args.val and not args.streaming and len(parts[0]) > 1:
-        by_split = parts[0].train_test_split(0.0005, seed=2357, shuffle=True)  # as in nanoGPT
+        by_split = parts[0].train_test_split(0.0005, seed=2357, shuffle=True)
         parts = list(by_split.values())
     return parts
 
@@ -144,6 +149,7 @@ def main() -> None:
     tokenizer, vocab_size = tokenizer_meta("gpt2")
     to_ids = numpy_encoder(tokenizer)
     end = end_of_text(tokenizer)
+    # The tokens are in temporary files until all of them are there
     with new_files_in(folder, "--name"):
         stored = tokenize(folder, read_rows(args), usable_cores(), to_ids, end, DTYPE)
         if len(stored) < len(SPLITS):

@@ -34,7 +34,7 @@ class Conversations:
     ignored: names of fields that are left out, of conversations and of messages.
     """
 
-    def __init__(self, ignored: Collection[str] = ()):
+    def __init__(self, ignored: Collection[str] = ()) -> None:
         self.ignored = frozenset(ignored)
         self.total = 0
         self.unused: collections.Counter[str] = collections.Counter()  # {field: conversations}
@@ -48,6 +48,8 @@ class Conversations:
         """
         self.total += 1
         conversation = Conversation(self.ignored)
+
+        # Whatever is wrong is a problem of this conversation alone
         content = b""
         try:
             messages = conversation.messages_of(json_value(record, SHAPE))
@@ -59,12 +61,17 @@ class Conversations:
         except ValueError as error:
             conversation.refuse(str(error))
 
+        # Count it, and remember where it was first
         self.unused.update(conversation.unused)
         for problem, number in conversation.problems.items():
             self.problems[problem] += 1
-            where = place if number is None else f"{place}, message {number}"
+            where = place
+            if number is not None:
+                where = f"{place}, message {number}"
             self.first.setdefault(problem, where)
-        return b"" if conversation.problems else content
+        if conversation.problems:
+            return b""
+        return content
 
     def report(self) -> list[str]:
         """Return a line for each problem, the most frequent one first."""
@@ -85,7 +92,7 @@ class Conversation:
     problems: {sentence: the number of its message, or None}. unused: names of ignored fields.
     """
 
-    def __init__(self, ignored: Collection[str]):
+    def __init__(self, ignored: Collection[str]) -> None:
         self.ignored = ignored
         self.unused: set[str] = set()
         self.problems: dict[str, int | None] = {}
@@ -105,6 +112,7 @@ class Conversation:
             value = {"messages": value}
         if not isinstance(value, dict):
             raise ValueError(NO_CONVERSATION)
+        # A list of messages, or a question and its answer
         fields = Fields(value, self.ignored)
         system = self.take_text(fields, "system")
         name = next((name for name in LISTS if name in fields), None)
@@ -112,6 +120,7 @@ class Conversation:
             messages = self.read_pair(fields)
         else:
             messages = self.read_list(fields.take(name), name)
+        # Whatever is left of the fields may change the meaning
         drop_copies(fields, messages)
         self.finish(fields)
 
@@ -140,6 +149,7 @@ class Conversation:
 
     def read_pair(self, fields: Fields) -> list[dict[str, Any]]:
         """Return the messages of a prompt and its answer, after those of "history"."""
+        # The first shape whose two fields are there
         for names in PAIRS:
             if names[0] in fields and names[1] in fields:
                 question = fields.take(names[0])
@@ -149,7 +159,8 @@ class Conversation:
             raise ValueError(NO_CONVERSATION)
         messages = self.read_history(fields.take("history"))
 
-        if isinstance(question, list):  # its answers are context, as in TRL
+        # The question may be a list of messages. Its answers are context, as in TRL
+        if isinstance(question, list):
             messages += self.read_list(question, "prompt", weight=0)
         else:
             text = fields.take("input")
@@ -157,6 +168,7 @@ class Conversation:
                 question = self.with_input(question, text)
             messages.append(self.message("user", question))
 
+        # So may be the answer
         if not isinstance(answer, list):
             return [*messages, self.message("assistant", answer)]
         answers = self.read_list(answer, "completion")
@@ -199,16 +211,29 @@ class Conversation:
             self.refuse("a message without a role: write it as an object with a role and a content")
             return {"role": None, "content": ""}
         fields = Fields(value, self.ignored)
-        named = fields.take("role") if "role" in fields else fields.take("from")
-        content = fields.take("content") if "content" in fields else fields.take("value")
-        role = ROLE_OF.get(named) if isinstance(named, str) else None
-        if role is None:
-            is_short = isinstance(named, str | int | None)
-            shown = repr(named)[:40] if is_short else "of another type"
-            self.refuse(f"the role {shown}: use system, user or assistant")
+        role = self.take_role(fields)
+        content_name = "value"
+        if "content" in fields:
+            content_name = "content"
+        content = fields.take(content_name)
         weight = self.take_weight(fields, role, weight)
         self.finish(fields)
         return self.message(role, content, weight)
+
+    def take_role(self, fields: Fields) -> str | None:
+        """Return the role of a message, or None if it has none that is known."""
+        name = "from"
+        if "role" in fields:
+            name = "role"
+        said = fields.take(name)
+        if isinstance(said, str) and said in ROLE_OF:
+            return ROLE_OF[said]
+        # A short value is shown, of which Python's form can be printed
+        shown = "of another type"
+        if isinstance(said, str | int | None):
+            shown = repr(said)[:40]
+        self.refuse(f"the role {shown}: use system, user or assistant")
+        return None
 
     def message(self, role: str | None, content: Any, weight: int = 1) -> dict[str, Any]:
         """Return a message without the white space around it, which the template leaves out."""
@@ -219,6 +244,7 @@ class Conversation:
             content = ""
         elif role == "assistant" and not content.strip():
             self.refuse("an empty answer: complete or remove it")
+        # What the tokens of a conversation can't have in them
         if END_OF_ANSWER in content:
             self.refuse("U+0003 in a message, which ends answers: remove it")
         try:
@@ -235,7 +261,9 @@ class Conversation:
         """Return the text of [{"type": "text", "text"}, ...], joined as transformers joins it."""
         texts = []
         for part in parts:
-            values = part if isinstance(part, dict) else {"type": type(part).__name__}
+            values = part
+            if not isinstance(part, dict):
+                values = {"type": type(part).__name__}
             fields = Fields(values, self.ignored)
             kind = fields.take("type")
             text = fields.take("text")
@@ -245,7 +273,9 @@ class Conversation:
                 return ""
             self.finish(fields, metadata=())
             texts.append(text)
-        return "".join(texts) if texts else None
+        if not texts:
+            return None
+        return "".join(texts)
 
     def take_weight(self, fields: Fields, role: str | None, default: int) -> int:
         """Return 1 if a message is trained on, else 0, by its "weight" or "train"."""
@@ -262,9 +292,12 @@ class Conversation:
                 self.refuse(f"the {shown} of a {role} message: only answers are trained on, so "
                             "remove it")
             given.add(int(value))
+        # Both may be there, and say the same
         if len(given) > 1:
             self.refuse("a weight and a train that contradict each other: keep one of them")
-        return given.pop() if given else default
+        if not given:
+            return default
+        return given.pop()
 
     def take_text(self, fields: Fields, name: str) -> str:
         """Return the text of a field, or an empty one."""
@@ -286,7 +319,9 @@ class Conversation:
                 self.refuse("NaN or Infinity in the field 'input', which JSON doesn't have: "
                             "correct it")
                 return question
-        return f"{question}\n\n{text}" if text.strip() else question
+        if not text.strip():
+            return question
+        return f"{question}\n\n{text}"
 
     def finish(self, fields: Fields, metadata: Collection[str] = METADATA) -> None:
         """Refuse what is left of an object's fields, and note what was ignored of them."""
@@ -301,6 +336,7 @@ def drop_copies(fields: Fields, messages: list[dict[str, Any]]) -> None:
     questions = [message["content"] for message in messages if message["role"] == "user"]
     if isinstance(prompt, str) and questions and prompt.strip() == questions[0]:
         fields.drop("prompt")
+    # Stanford's Alpaca has the whole text beside its parts
     text = fields.left.get("text")
     if isinstance(text, str) and messages and text.startswith(ALPACA_BEGINS):
         if text.rstrip().endswith(ALPACA_ENDS + messages[-1]["content"]):

@@ -35,10 +35,12 @@ class Sample:
     def add(self, number: int, text: bytes) -> None:
         """Offer a document. number: its hash, of 64 bits."""
         key = -(number % 2**32)  # the upper bits choose its split
+        # A larger hash than those that are kept
         if len(self.kept) == SAMPLE and key <= self.kept[0][0]:
             return
         if self.is_chat:
             text = "\n".join(message["content"] for message in json.loads(text)).encode()
+        # The beginning is enough, and all of a long document would take seconds
         beginning = text[: 4 * MAX_CHARS].decode(errors="ignore")  # a character has up to 4 bytes
         entry = (key, beginning[:MAX_CHARS])
         if len(self.kept) < SAMPLE:
@@ -108,6 +110,7 @@ def report(found: Coverage) -> None:
     """Print what a tokenizer lost, and a warning to stderr if it is much."""
     if not found.documents:
         return
+    # Shares of the sample
     changed = found.changed / found.documents
     unknown = found.unknown / max(1, found.tokens)
     sample = counted(found.documents, "document")
@@ -132,6 +135,7 @@ def check_headers(tokenizer: dict[str, Any]) -> None:
     if tokenizer["kind"] == "char":
         return
     to_ids = numpy_encoder(tokenizer)
+    # The headers stand in the middle of a text, and each answer is encoded on its own
     once = to_ids("User:\n").tolist()
     twice = to_ids("User:\nUser:\n").tolist()
     if twice != once + once:

@@ -46,9 +46,10 @@ class Fields:
     left: those that weren't taken. unused: names of the ignored ones.
     """
 
-    def __init__(self, values: dict[str, Any], ignored: Collection[str]):
+    def __init__(self, values: dict[str, Any], ignored: Collection[str]) -> None:
         self.left: dict[str, Any] = {}
         self.unused: set[str] = set()
+        # A field that is null or NaN isn't there
         for name, value in values.items():
             if is_missing(value):
                 continue
@@ -78,7 +79,7 @@ class Fields:
         for name, value in self.left.items():
             if name in metadata:
                 self.unused.add(name)
-            elif not says_nothing(value):
+            elif not says_nothing(value):  # Parquet has such a field in each row
                 # Half a character can't be printed
                 whole = name[:MOST_SHOWN].encode(errors="backslashreplace").decode()
                 short = printable(whole)

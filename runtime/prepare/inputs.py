@@ -52,6 +52,7 @@ def find_files(paths: list[str]) -> list[str]:
 
     Raises UserError.
     """
+    # A pipe can be read once
     files = []
     for path in paths:
         is_new_pipe = path == "-" and sys.stdin is not None and path not in files
@@ -83,6 +84,7 @@ def files_below(root: str) -> Iterator[str]:
         seen.add(real_folder)
         subfolders = []
         for name in sorted(os.listdir(folder)):
+            # Hidden files are of programs, such as .lock and .git
             if name.startswith("."):
                 continue
             path = os.path.join(folder, name)
@@ -169,6 +171,7 @@ def read_conversations(name: str) -> Iterator[tuple[str, bytes]]:
 
 def check_pipe_is_text() -> None:
     """Raise UserError if standard input begins as JSON does. It has no file name."""
+    # peek() leaves the bytes in the buffer
     if BEGINS_OBJECT.match(sys.stdin.buffer.peek()):
         raise UserError("standard input begins with JSON, and would be read as text: add "
                         "--format=jsonl or --format=chat, or --format=text if it is text")
@@ -273,12 +276,14 @@ def chunk_end(buffer: bytes, at: int, max_document_bytes: int) -> int:
     last white space in front of a word, if there is any. GPT-2's BPE splits every text there, so
     the tokens of the pieces are the tokens of the whole text.
     """
+    # A separator ends the piece, and so does the end of the text
     furthest = at + 2 * max_document_bytes
     eot = EOT.search(buffer, at, furthest + EOT_BYTES)
     if eot and eot.start() < furthest:
         return eot.end()
     if furthest >= len(buffer):
         return len(buffer)
+    # Otherwise it is cut at white space, or else anywhere between two characters
     for pattern in CUT_POINTS:
         cut = pattern.search(buffer, at + max_document_bytes, furthest)
         if cut:
@@ -299,6 +304,7 @@ def text_of(record: bytes, kind: str, field: str) -> tuple[bytes, bool]:
 
     White space alone is b"". Raises ValueError or UserError.
     """
+    # Of all but plain text, a record is a document
     ends = True
     if kind in ("parquet", "arrow") or kind in DELIMITERS:
         text = str(record, "utf-8")
@@ -310,7 +316,8 @@ def text_of(record: bytes, kind: str, field: str) -> tuple[bytes, bool]:
         if b"\0" in record:
             raise ValueError("a NUL byte, as in an archive or in UTF-16: unpack it, or save it as "
                              "UTF-8")
-        text = str(record, "utf-8").removeprefix("\ufeff")  # some editors' byte order mark
+        # Some editors begin a file with a byte order mark
+        text = str(record, "utf-8").removeprefix("\ufeff")
         text, n_ends = TRAILING_EOT.subn("", text)
         text = text.replace("\r\n", "\n").replace("\r", "\n")
         if kind == "lines":
@@ -330,6 +337,7 @@ def text_of_json(line: bytes, field: str) -> str:
     value = json_value(line, "one object per line")
     if not isinstance(value, dict):
         raise ValueError("no JSON object: write one per line")
+    # null is a text that isn't there
     texts = {name: text for name, text in value.items() if isinstance(text, str | None)}
     if field not in texts:
         names = ", ".join(texts) or "none"

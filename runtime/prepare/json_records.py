@@ -80,6 +80,7 @@ def json_records(file: BinaryIO, max_bytes: int) -> Iterator[tuple[str, bytes]]:
         number += 1
         if number == 1:
             line = line.removeprefix(codecs.BOM_UTF8)
+        # The first line that isn't empty says what the file is
         if is_first and line.strip():
             is_first = False
             if is_array_of_conversations(line):
@@ -109,6 +110,7 @@ def is_array_of_conversations(line: bytes) -> bool:
     begin = BEGINS_ARRAY.match(line)
     if not begin:
         return False
+    # Its first element is a message, or a conversation
     text = line[begin.end() :].decode(errors="replace")
     try:
         first, _ = DECODER.raw_decode(text, SPACES.match(text).end())

@@ -47,6 +47,7 @@ def prepare(
     files: [(path, "train", "val", or None if the hash of each document decides)]. tokenizer,
     vocab_size: from tokenizer_meta(). options: what else the bytes depend on.
     """
+    # How a document becomes ids
     is_chat = options["format"] == "chat"
     dtype = "<u2" if vocab_size <= 2**16 else "<u4"
     end = end_of_documents(tokenizer, is_chat)
@@ -54,16 +55,19 @@ def prepare(
     if is_chat:
         coverage.check_headers(tokenizer)
 
+    # Read and tokenize everything into temporary files
     reader = Reader(files, options, skip_unreadable)
     with new_files_in(folder, "--name"):
         stored = tokenize(folder, reader.rows(), workers, to_ids, end, dtype, is_chat)
         if tokenizer["kind"] == "hf":
             coverage.report(coverage.measure(tokenizer, reader.sample.texts()))
+        # Only now all characters are known
         tokens = [stored[split, "ids"].view(dtype) for split in SPLITS]
         if tokenizer["kind"] == "char":
             tokenizer, tokens = number_characters(tokens, end, is_chat)
             vocab_size = len(tokenizer["chars"])
 
+        # What meta.json says besides
         source = {
             "name": " ".join(options["paths"]),
             "sha256": reader.digest.hexdigest(),
@@ -100,6 +104,7 @@ def number_characters(
 
     tokens: the code points of each split. end: the code point that ends an answer.
     """
+    # Ids are in the order of the code points
     used = np.zeros(CODE_POINTS, bool)
     for points in itertools.chain(*map(slices, tokens)):
         used[points] = True
@@ -108,6 +113,7 @@ def number_characters(
     tokenizer = {"kind": "char", "chars": chars}
     if is_chat:
         tokenizer["end_of_text"] = int(ids[end])
+    # Slice by slice, as they are written
     numbered = [map(ids.__getitem__, slices(points)) for points in tokens]
     return tokenizer, numbered
 
@@ -144,6 +150,7 @@ class Reader:
         read = self.texts
         if self.chats is not None:
             read = self.conversations
+        # A row is what a thread tokenizes at once
         row = []
         size = 0
         for split, text in itertools.chain.from_iterable(itertools.starmap(read, self.files)):
@@ -154,6 +161,7 @@ class Reader:
                 row = []
                 size = 0
 
+        # All files were read to count what can't be used
         if self.is_refused():
             report = "\n".join(self.chats.report())
             raise UserError(f"{report}; or skip such conversations with --skip_unreadable")
@@ -182,6 +190,7 @@ class Reader:
             at = self.bytes - begin
             counted, text, ends = self.classify(record, file, kind, number, at, split)
             self.counts[counted] += 1
+            # The document before ends here, unless this record is its next piece
             if counted in SPLITS:
                 if counted != unfinished and self.counts[counted] > 1:
                     yield counted, b""
@@ -197,6 +206,7 @@ class Reader:
         file's, or None.
         """
         for place, record in inputs.read_conversations(file):
+            # The hash is of all that was read, used or not
             place = f"{file}, {place}"
             check_length(record, place)
             self.digest.update(record)
@@ -247,6 +257,7 @@ class Reader:
             return "duplicates"
         self.hashes.add(number)
         self.sample.add(number, text)
+        # A file's own split comes before that of the hash
         if split is not None:
             return split
         if number < int(self.options["val_fraction"] * 2**64):
@@ -300,10 +311,12 @@ def tokenize(
         pace = 0.1
     bar = tqdm(rows, "tokenizing", unit=" MB", delay=pace, mininterval=pace, maxinterval=60)
     pending = collections.deque()  # rows that are encoded, in order
-    with ThreadPoolExecutor(workers) as pool:  # the tokenizers don't hold Python's lock
+    # The tokenizers don't hold Python's lock, so threads are enough
+    with ThreadPoolExecutor(workers) as pool:
         for row in bar:
             pending.append(pool.submit(encode, row, to_ids, end, dtype, is_chat))
-            if len(pending) > 2 * workers:  # not all rows are in memory
+            # Write the oldest row, so that not all rows are in memory
+            if len(pending) > 2 * workers:
                 write(pending.popleft())
         for future in pending:
             write(future)

@@ -50,6 +50,7 @@ def split_shards(files: list[str]) -> dict[str, list[str]]:
     Their names say it, or else their folders. If there are none for validation, those for testing
     are.
     """
+    # The file's own name counts more than that of its folder
     by_split = {"train": [], "val": [], "test": []}
     for file in files:
         folder, name = os.path.split(os.path.normpath(file))
@@ -76,6 +77,7 @@ def prepare(
     files_of_splits: as split_shards() returns it. source: of meta.json. tokenizer, vocab_size: of
     the tokens. dtype: a key of RAW_DTYPES, of .bin files without a header.
     """
+    # Refuse what is wrong before anything is written
     token_files = {}
     for split in SPLITS:
         token_files[split] = [token_file(file, dtype) for file in files_of_splits[split]]
@@ -88,6 +90,7 @@ def prepare(
             raise UserError(f"{source['name']} has no tokens for {split}: add a shard with "
                             f"{split!r} in its name")
 
+    # Documents are counted while the ids are written
     documents = dict.fromkeys(SPLITS, 0)
     end = end_of_text(tokenizer)
 
@@ -117,6 +120,7 @@ def check_ids(path: str, ids: np.ndarray, tokenizer: dict[str, Any], vocab_size:
     for token in (int(ids.max()), int(ids.min())):
         if 0 <= token < vocab_size:
             continue
+        # OpenAI's tokens are assumed, not asked for, so they may be another tokenizer's
         if tokenizer["kind"] == "gpt2":
             raise UserError(f"{path} has token {token}, which isn't one of GPT-2's: download it "
                             "again, or name its tokenizer with --tokenizer=DIR, or its type with "

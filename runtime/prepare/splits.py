@@ -45,12 +45,14 @@ def choose_splits(files: list[str], val_files: list[str], fraction: float | None
     """
     if val_files:
         return split_as_asked(files, val_files, fraction)
+    # What the names say
     by_split = split_by_names(files)
     held_out = by_split["val"] + by_split["test"]
     others = by_split["train"] + by_split["none"]
     if not held_out or not others:  # the names say nothing, or the same of all
         return SplitFiles([(file, None) for file in files], "fraction")
 
+    # It isn't taken if the user says otherwise, or if only few names say it
     says = says_held_out(held_out)
     if fraction is not None:
         note = f"{says}, but --val_fraction={fraction:g} splits all documents"
@@ -59,6 +61,7 @@ def choose_splits(files: list[str], val_files: list[str], fraction: float | None
         ways = " ".join(f"--val={shlex.quote(file)}" for file in held_out[:MOST_SHOWN])
         raise UserError(f"{says}: add {ways}, or split all documents with --val_fraction=0.1")
 
+    # Files for testing are for validation only if there are no others
     chosen = by_split["val"] or by_split["test"]
     note = f"split by the names of the files: {shown(chosen)} for validation"
     if by_split["val"] and by_split["test"]:
@@ -77,10 +80,12 @@ def split_as_asked(files: list[str], val_files: list[str], fraction: float | Non
         raise UserError("--val and --val_fraction can't be combined: drop one")
     if "-" in files and "-" in val_files:
         raise UserError("standard input is named twice, for training and for validation: drop one")
+    # A file may be named by a link, and be in a folder that is named, too
     held_out = {os.path.realpath(file) for file in val_files if file != "-"}
     train_files = [file for file in files if file == "-" or os.path.realpath(file) not in held_out]
     if not train_files:
         raise UserError("--val names all files, so none is left to train on: name others")
+    # One that says validation by name, and isn't named by --val, was perhaps forgotten
     note = None
     by_split = split_by_names(train_files)
     if by_split["val"] or by_split["test"]:
@@ -141,10 +146,12 @@ def check_both_splits(
     val = counts["val"]
     if train and val:
         return
+    # What there is
     skipped = skipped_documents(counts)
     found = f"training has {counted(train, 'document')} and validation {val:,}"
     if skipped:
         found += f" (skipped: {skipped})"
+    # What helps: the first of these that can
     if counts["unreadable"] and not train and not val:
         fix = "leave out --skip_unreadable to see why the first one can't be read"
     elif fraction is None and train:

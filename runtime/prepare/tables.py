@@ -117,6 +117,7 @@ def column_texts(name: str, field: str) -> Iterator[bytes]:
         raise UserError(f"{name} has no text column {field!r} (text columns: "
                         f"{', '.join(columns) or 'none'}): choose one with --field=NAME, or read "
                         "conversations with --format=chat")
+    # As bytes, so that what isn't UTF-8 is an error of its row alone
     for batch in read([field]):
         for text in batch.column(0).cast("large_binary").to_pylist():
             yield text or b""
@@ -129,9 +130,11 @@ def json_rows(name: str) -> Iterator[bytes]:
     pyarrow's errors.
     """
     schema, read = open_table(name)
+    # Alpaca's input may be anything but bytes, whose number would become its text
     for column in schema:
         if column.name == "input" and BYTES.search(str(column.type)):
             raise UserError(f"{name} has bytes in the column 'input', not text: convert it")
+    # Without such a column, a row is written at once, which is faster
     has_json = any(JSON_TYPE in str(column.type) for column in schema)
     for batch in read(schema.names):
         for row in batch.to_pylist():
@@ -190,6 +193,7 @@ def without_descriptions(files: list[str]) -> list[str]:
     data = {folder: names for folder, names in data.items() if names is not None}
     above = {os.path.dirname(folder) for folder in data}  # the folders of several splits
 
+    # Leave out caches beside the data, and descriptions there and above
     kept = []
     for file in files:
         folder, name = os.path.split(file)
@@ -212,6 +216,7 @@ def data_files(folder: str) -> set[str] | None:
     if state.get("_indices_data_files"):
         raise UserError(f"{folder} is of an old version of datasets, and may hold rows that were "
                         "filtered out: load it, and save it with a new one")
+    # All files that it names must be there
     names = {str(entry.get("filename")) for entry in entries if isinstance(entry, dict)}
     missing = sorted(names - set(os.listdir(folder)))
     if missing:
