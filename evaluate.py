@@ -31,6 +31,7 @@ dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # bfloat16 if
 
 globals().update(vars(configurator.settings_of_script(__file__, on_error=exit_on_all_ranks)))
 
+# What takes seconds to import comes after the settings are read
 import os
 from copy import deepcopy
 from dataclasses import dataclass
@@ -108,6 +109,7 @@ def padded_windows(rows: list[np.ndarray], length: int) -> tuple[Tensor, Tensor]
 
     A longer row is cut on the left, as in lm_eval.
     """
+    # What isn't filled is padding
     padded = np.full((len(rows), length + 1), ~0)  # ~0: no target
     for place, row in zip(padded, rows):
         cut = row[-length - 1 :]
@@ -123,12 +125,16 @@ def score(rows: list[np.ndarray], name: str) -> np.ndarray:
     likeliest, and whether the last one is. The ranks share the rows. The longest go first, and the
     most memory with them.
     """
+    # This rank's rows: the figures of others stay 0 here
     results = np.zeros((5, len(rows)))
     by_length = sorted(range(len(rows)), key=lambda i: -len(rows[i]))
-    waiting = by_length[ranks.rank :: ranks.world_size]  # this rank's
-    no_bar = None  # tqdm shows it on a terminal
+    waiting = by_length[ranks.rank :: ranks.world_size]
+
+    # One bar, and with None only on a terminal
+    no_bar = None
     if ranks.rank > 0:
         no_bar = True
+    # As many rows at once as have batch_tokens with their padding
     with tqdm(total=len(waiting), desc=name, unit="row", disable=no_bar) as bar:
         while waiting:
             length = padded_length(rows[waiting[0]])
@@ -143,7 +149,8 @@ def score(rows: list[np.ndarray], name: str) -> np.ndarray:
             for i, (losses, hits) in zip(chosen, np.split(scores, ends[:-1], axis=1)):
                 results[:, i] = losses.sum(), len(losses), losses[-1], hits.all(), hits[-1]
             bar.update(len(chosen))
-    dist.all_reduce(torch.from_numpy(results))  # in place: each row is one rank's
+    # Each row is one rank's, so the sum over the ranks has them all
+    dist.all_reduce(torch.from_numpy(results))  # in place
     with all_exit_on(UserError):
         if not np.isfinite(results).all():
             raise UserError("the model's losses are not finite: check its weights")
@@ -154,11 +161,13 @@ def read_tasks() -> list[Task]:
     """Return what the settings ask for. Raises UserError."""
     sizes = token_bytes(data)
     encode, _ = tokenizer_of(data["tokenizer"])
+    # Lines of JSON
     tasks = []
     for task, path in (("hellaswag", hellaswag), ("lambada", lambada)):
         if path:
             rows, labels = read_rows(task, path, encode, block_size)
             tasks.append(Task(task, path, rows, labels))
+    # Texts, of which each token is predicted
     if text:
         stream = TokenStream(np.array(encode(read_text(text))), block_size)
         tasks.append(Task("text", text, *text_rows(stream, sizes)))
@@ -179,6 +188,7 @@ def report(task: Task, scores: np.ndarray) -> None:
     """Print the figures of a task. scores: what score() returns of its rows."""
     figures = figures_of(task.name, scores, task.answers)
     cut = sum(len(row) > block_size + 1 for row in task.rows)
+    # A line of JSON, or one to read
     if json:
         record = {
             "model": name,
@@ -201,6 +211,7 @@ def report(task: Task, scores: np.ndarray) -> None:
 
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")  # deepspeed only reads files
+# The ranks, the model and what it is to score. A mistake ends all ranks
 ranks = ranks_from_environment()
 join_process_group(device)
 with all_exit_on(UserError, OSError):
@@ -215,6 +226,7 @@ with all_exit_on(UserError, OSError):
 if device == "cuda" and dtype != torch.float32:
     torch.set_float32_matmul_precision("high")  # TF32 in the head
 
+# The scores
 if not json:
     print0(f"{name}: {model.num_params():,} parameters{description}\n")
 use_float32_head(model)

@@ -21,11 +21,12 @@ peft = False  # write LoRA's adapter for PEFT instead of a model
 
 globals().update(vars(configurator.settings_of_script(__file__)))
 
+# What takes seconds to import comes after the settings are read
 import os
 import secrets
 import shutil
 
-os.environ.setdefault("DS_ACCELERATOR", "cpu")
+os.environ.setdefault("DS_ACCELERATOR", "cpu")  # deepspeed only reads files
 
 import torch
 import transformers
@@ -64,6 +65,7 @@ def write_model(folder: str, tag: str, state: dict[str, Any], encode: Encode,
 
     state: the "state" of its manifest. encode, decode: of its tokenizer. Raises UserError.
     """
+    # The model, without the rows of its embedding that are padding
     data = state["data"]
     vocab_size = data["vocab_size"]
     model, _ = load_model(out_dir, tag)
@@ -72,10 +74,12 @@ def write_model(folder: str, tag: str, state: dict[str, Any], encode: Encode,
     print(f"{out_dir}/{tag}: {model.num_params():,} parameters after {after}")
     model.to(getattr(torch, dtype)).float()  # the rounded weights
 
+    # Its files
     block_size = model.config.block_size
     left_out = hf.write_model(model, folder, end_of_text(data["tokenizer"]), dtype)
     hf.write_tokenizer(folder, data["tokenizer"], block_size, data["template"])
 
+    # Read them as a user does, and compare
     ids = [i % vocab_size for i in range(block_size)]
     check_tokenizer(folder, encode, decode, ids)
     difference = hf.check_model(model, folder, torch.tensor([ids]))
@@ -103,6 +107,7 @@ def check_tokenizer(folder: str, encode: Encode, decode: Decode, ids: list[int])
 
 def export() -> None:
     """Export what the settings say. Raises UserError and OSError."""
+    # Refuse what is wrong before anything is written
     if peft and dtype != "float32":
         raise UserError(f"peft=True writes float32, but dtype={dtype}: drop one of the two")
     name, manifest = TagStore(out_dir).find(tag)
@@ -111,6 +116,7 @@ def export() -> None:
     folder = os.path.normpath(to or os.path.join(out_dir, f"hf-{name}"))
     check_new_folder(folder)
 
+    # The folder gets its name when it is complete
     work = f"{folder}.{secrets.token_hex(4)}.saving"
     try:
         os.makedirs(work)

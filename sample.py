@@ -35,6 +35,7 @@ dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # bfloat16 if
 
 globals().update(vars(configurator.settings_of_script(__file__)))
 
+# What takes seconds to import comes after the settings are read
 import os
 import signal
 import sys
@@ -70,6 +71,7 @@ def encode_prompt(text: str) -> list[int]:
         ids = encode(text)
     if not ids:
         raise UserError("the prompt is empty: give at least one character, --start=...")
+    # People add tokens to a tokenizer, and not to its model
     if max(ids) >= data["vocab_size"]:
         raise UserError(
             f"the tokenizer made token {max(ids)}, which is outside the model's vocabulary of "
@@ -119,8 +121,9 @@ if num_samples is None:
     num_samples = 3
     if prompts_file or interactive or chat:
         num_samples = 1
+# How tokens are drawn, and where the prompts come from
 sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
-given = []  # settings that say where prompts come from
+given = []
 if start != "\n":
     given.append("start")
 if prompts_file is not None:
@@ -165,6 +168,7 @@ try:
             raise UserError(f"{name} has no chat template or end of text: drop --chat, or train on "
                             "chats (docs/chat.md)")
         talk = Chat(data, encode, decode([end]), max_new_tokens)
+    # Before what the tokenizer says of a backslash
     note = escape_note("--start", start)
     if note:
         print(f"note: {note}", file=sys.stderr)
@@ -195,6 +199,7 @@ for prompt, ids in prompts:
         for first in range(0, num_samples, batch_size):
             n_texts = min(batch_size, num_samples - first)
             streamed = n_texts == 1 and not json
+            # A single sample is shown while it is generated, others when they are done
             show_piece = None
             if streamed:
                 show(opening(prompt))

@@ -67,6 +67,7 @@ def adapted(model_class: type[nn.Module], config_class: type) -> type[nn.Module]
     if not is_dataclass(config_class):
         raise UserError(
             f"GPTConfig of {file} is no dataclass, so no checkpoint can record it: {HOW}")
+    # What its configuration and its methods lack, all at once
     known = [field.name for field in fields(config_class)]
     missing = [f"GPTConfig.{name}" for name in FIELDS if name not in known]
     is_ours = has_our_forward(model_class)
@@ -112,6 +113,7 @@ class Adapter(nn.Module):
             why = str(error) or line
             raise UserError(f"{file} refuses {config} ({type(error).__name__}: {why})") from None
         self.config = config
+        # What compiles, recomputes and samples goes by these names
         for path in MODULES:
             try:
                 self.get_submodule(path)
@@ -153,6 +155,7 @@ class Adapter(nn.Module):
         if reduction == "mean":
             _, loss = self.logits_and_loss(idx, targets)
             return loss
+        # Its own loss would be a mean, and may not take -1
         logits, _ = self.logits_and_loss(idx, targets.clamp(min=0))
         logits = logits.flatten(0, 1)
         return F.cross_entropy(logits, targets.flatten(), ignore_index=-1, reduction="none")
@@ -239,6 +242,7 @@ class Defaults:
         They are 6 N + 12 n_layer n_embd T (PaLM, arXiv:2204.02311, appendix B). N excludes
         embeddings that are only looked up.
         """
+        # An embedding that is the head's matrix, too, is multiplied
         T = T or self.config.block_size
         looked_up = {layer.weight for layer in self.modules() if isinstance(layer, nn.Embedding)}
         looked_up -= set(self.lm_head.parameters())

@@ -145,10 +145,8 @@ def warn_of_http() -> None:
 
     address = urllib.parse.urlsplit(ENDPOINT)
     if address.scheme == "http" and not is_loopback(address.hostname or ""):
-        print_note(
-            f"HF_ENDPOINT={ENDPOINT} is not https: weights from it can be changed on the way, and "
-            "are not checked by a hash"
-        )
+        print_note(f"HF_ENDPOINT={ENDPOINT} is not https: weights from it can be changed on the "
+                   "way, and are not checked by a hash")
 
 
 def is_loopback(host: str) -> bool:
@@ -177,6 +175,7 @@ def read_config(source: str) -> dict[str, Any]:
     """
     if os.path.isfile(source):
         return read_nanogpt(source)[0]
+    # A key that isn't there has GPT-2's value
     hf = read_json_of_weights(os.path.join(source, "config.json"), HFConfig)
     n_embd = hf.get("n_embd", 768)
     known = {**GPT2_KEYS, "n_inner": (None, 4 * n_embd)}
@@ -242,6 +241,7 @@ def read_nanogpt(path: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise UserError(
             f"{path} is not a nanoGPT ckpt.pt ({type(error).__name__}: {error})") from None
+    # model.py's head is the embedding
     head = tensors.get("lm_head.weight")
     embedding = tensors.get("transformer.wte.weight", head)
     if torch.is_tensor(head) and torch.is_tensor(embedding):
@@ -257,6 +257,7 @@ def weight_files(source: str) -> list[Path]:
     Raises UserError.
     """
     for name in ("model.safetensors", "pytorch_model.bin"):
+        # An index names the shards. It may be somebody else's, and names no file elsewhere
         index = Path(source, f"{name}.index.json")
         if index.exists():
             shards = read_json_of_weights(index, ShardIndex)["weight_map"].values()
@@ -279,6 +280,7 @@ def check_sizes(source: str, config: Any) -> None:
     """
     width = config.n_embd
     n_params = (config.vocab_size + config.block_size) * width + config.n_layer * 12 * width**2
+    # What there is
     if os.path.isfile(source):
         files = [source]
     else:
@@ -288,11 +290,9 @@ def check_sizes(source: str, config: Any) -> None:
         with weights_errors(source):
             n_bytes += check_regular(file, MAX_WEIGHTS_BYTES)
     if n_params > n_bytes:
-        raise UserError(
-            f"{source} cannot be read (its configuration has {n_params:,} parameters, and its "
-            f"weights have {n_bytes:,} bytes): fetch it again, or choose other weights with "
-            "--init_from=PATH"
-        )
+        raise UserError(f"{source} cannot be read (its configuration has {n_params:,} parameters, "
+                        f"and its weights have {n_bytes:,} bytes): fetch it again, or choose other "
+                        "weights with --init_from=PATH")
 
 
 def open_weights(source: str) -> dict[str, Tensor]:
@@ -320,6 +320,7 @@ def read_weights(model: nn.Module, source: str, tensors: dict[str, Tensor]) -> N
 
     Fill the vocabulary's padding with zeros. Raises UserError.
     """
+    # The names under which a file may have each parameter
     params = dict(model.named_parameters())
     names_of = {param: [name] for name, param in params.items()}  # a shared one has several
     for name, param in model.named_parameters(remove_duplicate=False):
@@ -349,10 +350,9 @@ def read_weights(model: nn.Module, source: str, tensors: dict[str, Tensor]) -> N
         p[:rows].copy_(w)
         p[rows:] = 0  # the vocabulary's padding
     if unused:
-        raise UserError(
-            f"{source}: this model has no place for {', '.join(sorted(unused)[:3])}, which GPT-2 "
-            "has: restore model.py, or leave it out in read_weights in runtime/weights.py"
-        )
+        shown = ", ".join(sorted(unused)[:3])
+        raise UserError(f"{source}: this model has no place for {shown}, which GPT-2 has: restore "
+                        "model.py, or leave it out in read_weights in runtime/weights.py")
 
 
 def one_tensor(
@@ -371,13 +371,12 @@ def one_tensor(
         if w is not None:
             found[name] = w
     if not found or not all(torch.is_tensor(w) and w.is_floating_point() for w in found.values()):
-        raise UserError(
-            f"{source}: the tensor {names[0]} is missing, or is not one of floating-point numbers"
-        )
+        raise UserError(f"{source}: the tensor {names[0]} is missing, or is not one of "
+                        "floating-point numbers")
+    # One parameter can't be two tensors
     (first, tensor), *others = found.items()
     for name, other in others:
         if other.data_ptr() != tensor.data_ptr() and not torch.equal(other, tensor):
-            raise UserError(
-                f"{source}: {first} and {name} differ, and this model has one parameter for both"
-            )
+            raise UserError(f"{source}: {first} and {name} differ, and this model has one "
+                            "parameter for both")
     return first, tensor

@@ -35,9 +35,11 @@ def write_model(model: nn.Module, folder: str, end: int | None, dtype: str) -> l
     names of the model's persistent buffers, which transformers' GPT-2 has no place for. Raises
     UserError if the model isn't that GPT-2.
     """
+    # A model without weights knows their names and shapes
     with torch.device("meta"):
         hf_model = GPT2LMHeadModel(hf_config_of(model, end, dtype))
     check_names(model, hf_model)
+    # Each of its weights, in transformers' shape
     params = model.state_dict()
     weights = {}
     written = set()  # addresses
@@ -47,6 +49,7 @@ def write_model(model: nn.Module, folder: str, end: int | None, dtype: str) -> l
             w = w.clone()
         written.add(w.data_ptr())
         weights[name] = w
+    # transformers writes them, so that its own versions can read them
     hf_model.load_state_dict(weights, assign=True)
     hf_model.tie_weights()
     hf_model.save_pretrained(folder, max_shard_size="100GB")
@@ -85,12 +88,14 @@ def weight_like(name: str, like: Tensor, params: dict[str, Tensor]) -> Tensor:
 
     like: a tensor of that shape. params: the model's. Raises UserError.
     """
+    # A bias that the model doesn't have is zero
     if name in params:
         w = params[name]
     else:
         w = torch.zeros(like.shape)
     if name.endswith(CONV1D):
         w = w.t()
+    # Rows beyond the vocabulary are padding
     w = w[: len(like)]
     if w.shape != like.shape:
         raise UserError(f"the model can't be exported: {name} has shape "
@@ -114,6 +119,7 @@ def check_model(model: nn.Module, folder: str, idx: Tensor) -> float:
 
     Raises UserError if it is too large.
     """
+    # In float32, because the weights are rounded already
     logits = model(idx)
     hf_model = GPT2LMHeadModel.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
     hf_model.eval()
@@ -160,9 +166,10 @@ def fast_tokenizer(meta: dict[str, Any], options: dict[str, Any]) -> PreTrainedT
     else:
         own = hf_tokenizer(meta)
     end = end_of_text(meta)
+    # It may add tokens to a text, which no document had in training. An end of text does no harm
     with tokenizer_errors("the tokenizer can't encode an empty text (", "): restore it"):
         added = own.encode("").ids
-    if not {end}.issuperset(added):  # it adds tokens to a text that no document had in training
+    if not {end}.issuperset(added):
         own.post_processor = None
     eos_token = None
     if end is not None:
@@ -191,6 +198,7 @@ def write_for_all_versions(file: Path) -> None:
 
 def char_tokenizer(chars: str) -> Tokenizer:
     """Return a tokenizer with one token per character. An unknown character raises an error."""
+    # Without a token for unknown ones, the library raises an error for them
     ids = {char: i for i, char in enumerate(chars)}
     tokenizer = Tokenizer(models.WordLevel(ids, unk_token=""))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
@@ -208,6 +216,7 @@ def write_peft_adapter(
     if not lora or not lora["base"]:
         raise UserError("peft=True needs LoRA, and weights that PEFT can load instead of an "
                         "earlier run's: drop it")
+    # PEFT's names
     adapter = {}
     for name, w in weights.items():
         if name.endswith((LORA_A, LORA_B)):

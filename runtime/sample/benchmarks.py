@@ -58,6 +58,7 @@ def parts_of(task: str, fields: Any) -> tuple[str, list[str], int]:
         context, _, word = fields["text"].rstrip().rpartition(" ")
         endings = [word]
         label = 0
+    # The file's own numbers aren't trusted
     n_endings = ENDINGS[task]
     if not isinstance(endings, list) or len(endings) != n_endings or label not in range(n_endings):
         raise ValueError(f"there are not {n_endings} endings, or the label {label} is none of them")
@@ -71,6 +72,7 @@ def rows_of(
     for part in (context, *endings):
         if not part.strip() or not encode(part):
             raise ValueError("a text is empty, or has no tokens")
+    # The context has no targets
     rows = []
     asked = [~token for token in encode(context)]
     for ending in endings:
@@ -89,6 +91,7 @@ def text_rows(
     bytes_of_tokens: as token_bytes() returns them.
     """
     rows = sequences.all_rows()
+    # The first token of a row isn't predicted
     n_bytes = []
     for row in rows:
         _, targets = decode_mask(row[1:])
@@ -141,6 +144,7 @@ def ratios_of(
 
 def ratio_of_sums(values: np.ndarray, counts: np.ndarray) -> tuple[float, float]:
     """Return (the sum of values over that of counts, its standard error)."""
+    # By the delta method, as for a mean of values that weigh differently
     n = len(values)
     value = values.sum() / counts.sum()
     residuals = values - value * counts

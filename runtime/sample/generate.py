@@ -30,10 +30,12 @@ def read_text(path: str | Path) -> str:
     Raises UserError if it can't be read or isn't UTF-8.
     """
     try:
+        # A pipe of somebody else could block for ever
         if str(path).startswith(OWN_PIPES):
             content = Path(path).read_bytes()
         else:
             content = read_regular(path, MAX_TEXT_BYTES)
+        # Line ends of any system, and without a byte order mark
         return content.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
     except OSError as error:
         raise UserError(f"{path} can't be read ({error.strerror}): name another file") from None
@@ -124,6 +126,7 @@ class TextStream:
             return
         self.ids.append(token)
         self.text = self.decode(self.prompt + self.ids)[self.prompt_chars :]
+        # A character may take several tokens
         if not self.text.endswith("\N{REPLACEMENT CHARACTER}"):
             self.flush()
 
@@ -194,6 +197,7 @@ def sample_while_training(
         if is_stopped():
             raise StoppedError
 
+    # Tokens beyond the data's vocabulary are padding, and none is generated
     device = next(model.parameters()).device
     whole = model.lm_head.vocab_size
     n_tokens = min(n_tokens, model.config.block_size - len(prompt))

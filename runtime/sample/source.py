@@ -67,15 +67,19 @@ def source_of_tag(out_dir: str, tag: str | None) -> tuple[str, Source]:
 
 def source_of_weights(init_from: str, dataset: str | None) -> Source:
     """Return the Source of weights that GPT.from_pretrained takes. Raises UserError."""
+    # What has another way, or none
     run = parse_run_path(init_from)
     if run:
         raise UserError(f"init_from={init_from} has checkpoints of train_deepspeed.py: use "
                         f"--out_dir={run[0]} --tag={run[1]}")
     if not hasattr(GPTConfig, "from_weights"):  # a model.py of others
         raise UserError(no_weights(init_from, GPTConfig.__module__))
+    # The sizes, before anything is downloaded
     config = GPTConfig()  # of a GPT-2 on the hub
     if os.path.exists(init_from):
         config = GPTConfig.from_weights(init_from)
+
+    # The tokenizer, which must be the weights' own
     if dataset:
         own = read_meta(dataset_dir(dataset))
         check_ids(dataset, own, init_from, config.vocab_size)
