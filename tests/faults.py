@@ -614,7 +614,7 @@ FAULTS = [Fault(*row) for row in (
      "runtime/data/token_files.py", "high.max() > max_high or high.max() >= low.max()", "high.max() > max(max_high, 3)",
      "data/test_token_files.py::test_nanogpts_own_files_are_not[4-pickled1]"),
     ("token files, --dtype", "int64 is copied as twice as many ids if --dtype says uint32",
-     "runtime/prepare/shards.py", 'if kind.itemsize == 4 and seeming_type(file) == "int64":', "if False:",
+     "runtime/prepare/shards.py", 'if kind.itemsize == 4 and seeming_type(path) == "int64":', "if False:",
      "data/test_token_files.py::test_another_type_than_the_files_have_is_refused[int64 as uint32]"),
     ("preparations, full disk", "a folder that could not be written is left there, with its lock",
      "runtime/files.py", "            if is_new_lock:\n                    lock_file.unlink()",
