@@ -143,13 +143,7 @@ def decide(
     no_triton = why_no_triton(execution)
     kernels = decide_kernels(facts, no_triton)
     chain = first_reason((not kernels.taken, "no fused blocks"), (facts.no_chain, facts.no_chain))
-    copies = first_reason(
-        (not kernels.taken, "no fused blocks"),
-        (execution.dtype != "bfloat16", "only for bfloat16"),
-        (stage == 3, "not at ZeRO-3"),
-        (gradient_checkpointing, "gradient_checkpointing"),
-        (fp8, "fp8"),
-    )
+    copies = decide_copies(kernels, execution, stage, gradient_checkpointing, fp8)
 
     # How a step is made, and how a micro-step is launched
     step = first_reason(
@@ -184,6 +178,19 @@ def decide_kernels(facts: ModelFacts, no_triton: str | None) -> Choice:
     if reason:
         return Choice(False, reason)
     return Choice(True, parts=facts.some_blocks, others=facts.other_blocks)
+
+
+def decide_copies(
+    kernels: Choice, execution: Execution, stage: int, gradient_checkpointing: bool, fp8: bool
+) -> Choice:
+    """Return whether attention's weights are kept in float16, too."""
+    return first_reason(
+        (not kernels.taken, "no fused blocks"),
+        (execution.dtype != "bfloat16", "only for bfloat16"),
+        (stage == 3, "not at ZeRO-3"),
+        (gradient_checkpointing, "gradient_checkpointing"),
+        (fp8, "fp8"),
+    )
 
 
 def decide_graph(facts: ModelFacts, gathers: bool) -> Choice:

@@ -78,11 +78,9 @@ def make_plan(settings: Any, ranks: Ranks, problems: Problems, notes: list[str])
     data or weights.
     """
     s = settings
-    micro = s.batch_size
-    if micro == "auto":
-        micro = s.requested["batch_size"]
-    batch = BatchSizes(micro, s.gradient_accumulation_steps, ranks.world_size, s.block_size)
-    problems.add(*broken_rules(s, micro), *unread_settings(s))
+    batch = requested_batch(s, ranks)
+    eval_windows = s.eval_iters * batch.micro
+    problems.add(*broken_rules(s, batch.micro), *unread_settings(s))
 
     # What all the rest uses
     unusable = fixes.unusable_deepspeed()
@@ -100,22 +98,13 @@ def make_plan(settings: Any, ranks: Ranks, problems: Problems, notes: list[str])
     s = plan_iterations(s, opened.windows, batch, notes)
     lora = problems.attempt(lora_config, s)
     start = file_problems.attempt(find_start, s, opened.data, lora, batch, notes)
-    tokenizer = None
-    if opened.data and s.sample_interval:
-        tokenizer = file_problems.attempt(sample_tokenizer, s, opened.data, notes)
+    tokenizer = file_problems.attempt(sample_tokenizer, s, opened.data, notes)
 
-    # The model, and what the run saves
-    params = None
-    facts = None
-    size = 0
+    # The model, and the space that its checkpoints take on the disk
+    model = None
     if start and not problems:
-        muon = s.optimizer == "muon"
-        params, facts = problems.attempt(count_params, start.model, lora, muon) or (None, None)
-    if params:
-        problems.attempt(check_kernels, s, start.model, execution, facts)
-    if params and not problems:
-        note_muon(params, start, notes)
-        size = tag_bytes(params, execution.dtype, config["zero_optimization"]["stage"])
+        model = plan_model(s, start, lora, execution, config, problems, notes)
+    size = model.tag_bytes if model else 0
     size_to_check = size if ranks.rank == 0 else 0
     file_problems.attempt(check_out_dir, s, start, size_to_check, notes)
     if s.target_gpu is None or start is None:
@@ -123,20 +112,7 @@ def make_plan(settings: Any, ranks: Ranks, problems: Problems, notes: list[str])
     if problems:
         return None
 
-    run = MemoryInputs(
-        start.model,
-        execution,
-        batch,
-        params,
-        config,
-        s.gradient_checkpointing,
-        fp8=s.fp8,
-        pretrained=start.kind == "pretrained",
-        facts=facts,
-        cuda_graph=s.cuda_graph,
-        whole_logits=issubclass(GPT, Adapter),
-    )
-    run = choose_sizes(s, run, notes)
+    run = choose_sizes(s, memory_inputs(s, start, execution, batch, model, config), notes)
     batch = run.batch
     s = replace(s, batch_size=batch.micro, gradient_accumulation_steps=batch.accumulation)
     of_files = [f"on this machine, {line}" for line in "\n".join(file_problems).splitlines()]
@@ -150,11 +126,19 @@ def make_plan(settings: Any, ranks: Ranks, problems: Problems, notes: list[str])
         windows=opened.windows,
         start=start,
         lora=lora,
-        eval_windows=s.eval_iters * micro,
+        eval_windows=eval_windows,
         tag_bytes=size,
         tokenizer=tokenizer,
         notes=(*notes, *repeats, *of_files),
     )
+
+
+def requested_batch(s: Any, ranks: Ranks) -> BatchSizes:
+    """Return the BatchSizes of the settings, before batch_size=auto chooses another."""
+    micro = s.batch_size
+    if micro == "auto":
+        micro = s.requested["batch_size"]
+    return BatchSizes(micro, s.gradient_accumulation_steps, ranks.world_size, s.block_size)
 
 
 def plan_data(s: Any, has_problems: bool, file_problems: Problems, notes: list[str]) -> PlannedData:
@@ -182,13 +166,58 @@ def plan_data(s: Any, has_problems: bool, file_problems: Problems, notes: list[s
     return PlannedData(datasets, data, tokens, windows)
 
 
-def note_muon(params: ParamCount, start: Start, notes: list[str]) -> None:
-    """Note that Muon trains weights that AdamW has trained."""
+class PlannedModel(NamedTuple):
+    """What the plan needs to know of a model."""
+
+    params: ParamCount
+    facts: ModelFacts  # what it fits
+    tag_bytes: int  # of a checkpoint
+
+
+def plan_model(
+    s: Any,
+    start: Start,
+    lora: dict | None,
+    execution: Execution,
+    config: dict,
+    problems: Problems,
+    notes: list[str],
+) -> PlannedModel | None:
+    """Return the PlannedModel of a run, or None if it can't be trained."""
+    muon = s.optimizer == "muon"
+    counted_params = problems.attempt(count_params, start.model, lora, muon)
+    if counted_params is None:
+        return None
+    params, facts = counted_params
+    problems.attempt(check_kernels, s, start.model, execution, facts)
+    if problems:
+        return None
     if params.muon and start.optimizer == "adamw":
         notes.append(
             "optimizer=muon is for runs from scratch: measurements elsewhere favor AdamW for "
             "weights that AdamW has trained (arXiv:2605.10468)"
         )
+    size = tag_bytes(params, execution.dtype, config["zero_optimization"]["stage"])
+    return PlannedModel(params, facts, size)
+
+
+def memory_inputs(
+    s: Any, start: Start, execution: Execution, batch: BatchSizes, model: PlannedModel, config: dict
+) -> MemoryInputs:
+    """Return the MemoryInputs of a run, before choose_sizes()."""
+    return MemoryInputs(
+        start.model,
+        execution,
+        batch,
+        model.params,
+        config,
+        s.gradient_checkpointing,
+        fp8=s.fp8,
+        pretrained=start.kind == "pretrained",
+        facts=model.facts,
+        cuda_graph=s.cuda_graph,
+        whole_logits=issubclass(GPT, Adapter),
+    )
 
 
 def choose_sizes(s: Any, run: MemoryInputs, notes: list[str]) -> MemoryInputs:
@@ -276,8 +305,12 @@ def resolve_ds_config(
     return config
 
 
-def sample_tokenizer(s: Any, data: dict, notes: list[str]) -> tuple[Callable, Callable]:
-    """Return (encode, decode) for samples. Raises UserError."""
+def sample_tokenizer(
+    s: Any, data: dict | None, notes: list[str]
+) -> tuple[Callable, Callable] | None:
+    """Return (encode, decode) for samples, or None if there are none. Raises UserError."""
+    if data is None or not s.sample_interval:
+        return None
     note = escape_note("--sample_start", s.sample_start)
     if note:
         notes.append(note)
