@@ -325,9 +325,11 @@ class GPT(nn.Module):
         T = T or self.config.block_size
         shares = self.expert_shares()
 
+        # Per weight 2 in forward, 2 for the gradient of its input, and 2 for its own
         def flops(params) -> float:
             return sum((6 if p.requires_grad else 4) * p.numel() * shares.get(p, 1) for p in params)
 
+        # Parameters of blocks, of all else, and those that are only looked up
         blocks = list(self.transformer.h)
         looked_up = {module.weight for module in self.modules() if isinstance(module, nn.Embedding)}
         looked_up -= set(self.lm_head.parameters())
@@ -340,6 +342,7 @@ class GPT(nn.Module):
         padding = self.config.padded_vocab_size - self.config.vocab_size
         total -= flops([head]) * padding / head.size(0)
 
+        # Attention, over T keys for each token
         for block in blocks:
             for module in block.modules():
                 if isinstance(module, CausalSelfAttention):
@@ -359,6 +362,7 @@ class GPT(nn.Module):
     def parameter_groups(self, weight_decay: float) -> list[dict]:
         """Return the optimizer's parameter groups: matrices and embeddings with weight decay,
         biases and layer norms without. Frozen parameters and empty groups are left out."""
+        # By dimension: weight decay pulls matrices to zero, but should not shift outputs
         params = [p for p in self.parameters() if p.requires_grad]
         matrices = [p for p in params if p.dim() >= 2]
         vectors = [p for p in params if p.dim() < 2]
@@ -484,6 +488,8 @@ class GPT(nn.Module):
                 done.logical_or_(token == end_of_text)
             return token
 
+        # The first step computes the prompt, each further one a token, with a cache of keys and
+        # values
         decoder = Decoder(
             self,
             B,

@@ -164,6 +164,7 @@ def parameters_on_meta() -> Iterator[None]:
             on_meta[param] = like_parameter(param, param.to("meta"))
         register(self, name, on_meta[param])
 
+    # As long as the context lasts
     nn.Module.register_parameter = register_on_meta
     try:
         yield

@@ -44,6 +44,7 @@ def future_is_hidden(tiny: Tiny) -> str:
     model = tiny.stirred().eval()
     idx = tokens()
     other = idx.clone()
+    # The same tokens, and others after the prompt
     other[:, PROMPT:] = (other[:, PROMPT:] + 1) % tiny.config.vocab_size
     outputs = []
 
@@ -72,6 +73,7 @@ def cached_logits(tiny: Tiny) -> str:
         raise Unchecked(f"{type(model).__name__}.forward takes no caches")
     idx = tokens()
     set_seed(0)
+    # All logits at once, and what each module makes of them
     whole = model(idx)
     full = calls_of(model, lambda: model(idx))
     used = decoder_of(model)(model, len(idx), T, cuda_graphs=False)
@@ -92,6 +94,7 @@ def cached_logits(tiny: Tiny) -> str:
                 "at what it does with cache, positions and mask"
             )
 
+    # The prompt, and then a token at a time
     compare(f"after a prompt of {PROMPT} tokens", PROMPT - 1, lambda: used.prefill(idx[:, :PROMPT]))
     for at in range(PROMPT, T):
         token = idx[:, at : at + 1]

@@ -67,6 +67,7 @@ def loss_in_chunks(tiny: Tiny) -> str:
         wanted_loss = losses.sum() / (targets >= 0).sum()
         wanted = gradients_of_head(head, x, wanted_loss)
 
+    # A chunk at a time, as a run computes it
     with small_chunks():
         set_seed(0)
         each = head(x, targets, "none").flatten()
@@ -96,6 +97,7 @@ def loss_of_some_targets(tiny: Tiny) -> str:
     name = f"{type(model).__name__}.forward"
     idx = tokens()
     targets = tokens(seed=1)
+    # The losses of two parts of the targets
     is_first = torch.arange(targets.numel()).view_as(targets) % 3 == 0
     total = torch.zeros(())
     for chosen in (is_first, ~is_first):
@@ -109,6 +111,8 @@ def loss_of_some_targets(tiny: Tiny) -> str:
             ) from None
         total = total + loss * chosen.sum()
     set_seed(0)
+
+    # And that of all of them
     whole = model(idx, targets) * targets.numel()
     if not torch.allclose(total, whole, rtol=1e-4):
         raise Different(

@@ -34,6 +34,7 @@ def initial_weights(tiny: Tiny) -> str:
 
 def kept_buffers(tiny: Tiny) -> str:
     """Check that a checkpoint would have every buffer that training changes or chance has made."""
+    # The buffers that are made anew, and those of another seed
     model = tiny.model(seed=1).train()
     check_extra_state(model)
     saved = persistent_buffers(model)
@@ -46,6 +47,8 @@ def kept_buffers(tiny: Tiny) -> str:
                 "with another one: register it with persistent=True"
             )
     set_seed(0)
+
+    # And after a training step
     loss = model(tokens(), tokens(seed=1))
     gradients(model, loss)
     after = dict(model.named_buffers())
@@ -63,6 +66,7 @@ def kept_buffers(tiny: Tiny) -> str:
 def shared_parameters(tiny: Tiny) -> str:
     """Check that modules share parameters as objects, also in a model that is made to be loaded."""
     model = tiny.model()
+    # Two parameters with the same memory
     names_of = defaultdict(list)
     for name, param in model.named_parameters():
         names_of[param.untyped_storage().data_ptr()].append(name)
@@ -72,6 +76,8 @@ def shared_parameters(tiny: Tiny) -> str:
                 f"{' and '.join(names)} share memory but are two parameters, and each is trained "
                 "and loaded by itself: share the parameter, as self.b.weight = self.a.weight does"
             )
+
+    # Does loading keep what is shared?
     loaded = without_memory(lambda: tiny.model())
     lost = tensors_of(model).differences(tensors_of(loaded))
     if lost:

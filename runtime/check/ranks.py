@@ -65,8 +65,11 @@ def train_and_save(tiny: Tiny, folder: Path, stage: int) -> None:
         "ties": ties_of(model),
         "model_source": source_of(model),
     }
+    # Train
     losses = [train_step(engine, step, RANKS, ACCUMULATION) for step in range(STEPS)]
     write(folder, f"training-{stage}", losses, engine)
+
+    # Save what a training run would save
     store = TagStore(folder / f"tags-{stage}", read_only=False)
     saver = Saver(engine, store, 1, 0, False, on_saved=lambda *_: None)
     state = {
@@ -112,6 +115,7 @@ def take_gradients(tiny: Tiny, folder: Path, stage: int, fast: bool) -> None:
 def main(folder: Path) -> None:
     """Train in all ways. What another rank can't follow ends this process with exit code 2."""
     rank = int(os.environ["RANK"])
+    # Join the other rank
     set_network_interfaces()
     store = dist.FileStore(str(folder / "store"), RANKS)
     timeout = timedelta(seconds=TIMEOUT_S)

@@ -80,6 +80,8 @@ def tiny_of(model_class: type[nn.Module], config: Any) -> Tiny:
         shapes = [same_heads, small]
     if "dropout" in names:
         sizes["dropout"] = 0.0
+
+    # The first shape with which its forward runs
     problem = ""
     for shape in shapes:
         try:

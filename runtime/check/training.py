@@ -133,6 +133,8 @@ class PlainTraining:
                 for name, grad in gradients(model, loss).items():
                     sums[name] = sums.get(name, 0) + grad
         count = ACCUMULATION * RANKS
+
+        # The mean of all, and the step
         params = dict(self.model.named_parameters())
         grads = {name: grad / count for name, grad in sums.items()}
         for name, grad in grads.items():
@@ -145,6 +147,7 @@ class PlainTraining:
         self.trained.weights = {
             name: p.detach().clone() for name, p in params.items() if p.requires_grad
         }
+        # The other ranks' models have the same weights
         for replica in self.replicas[1:]:
             with torch.no_grad():
                 for param, own in zip(replica.parameters(), self.model.parameters(), strict=True):

@@ -51,6 +51,7 @@ class TwoRanks:
         self.logs = []
         paths = [*filter(None, sys.path), str(ROOT)]
         for rank in range(RANKS):
+            # Variables as a launcher sets them
             variables = {
                 "RANK": str(rank),
                 "LOCAL_RANK": str(rank),
@@ -117,10 +118,13 @@ class TwoRanks:
 
 def same_gradients(tiny: Tiny, ranks: TwoRanks) -> str:
     """Check the gradients of two micro-steps on two ranks, by our reductions and by DeepSpeed's."""
+    # In plain PyTorch
     plain = PlainTraining(tiny, gradient_descent, clip=0.0)
     start = weights_now(plain)
     plain.step(0)
     wanted = plain.trained.grads[0]
+
+    # In each way of ZeRO. A step of gradient descent with a rate of 1 shows the gradient
     notes = ""
     for stage, fast in GRADIENTS:
         whose = "our" if fast else "DeepSpeed's own"
@@ -206,6 +210,8 @@ def resumed_training(tiny: Tiny, ranks: TwoRanks) -> str:
         if ranks.result(f"training-{stage}") is None:
             raise Unchecked(f"training at ZeRO-{stage} fails, so it saves nothing")
         check_tag(tiny, ranks.folder / f"tags-{stage}", f"ZeRO-{stage}", plain)
+
+    # One more step, on one rank
     plain.resume_on_one_rank()
     plain.step(STEPS)
     use_one_rank()
@@ -218,12 +224,15 @@ def resumed_training(tiny: Tiny, ranks: TwoRanks) -> str:
 def check_tag(tiny: Tiny, folder: Path, way: str, plain: PlainTraining) -> None:
     """Raise Different unless a checkpoint has the tensors of the model, and is read as it was
     saved."""
+    # Its names and shapes
     reader, _ = open_tag(str(folder))
     differences = tensors_of(plain.model).differences(reader.tensors())
     if differences:
         raise Different(
             f"a checkpoint of {way} has not the tensors of the model: {', '.join(differences[:3])}"
         )
+
+    # Its values
     loaded, _ = load_model(str(folder))
     trained = {name: param.detach() for name, param in plain.model.named_parameters()}
     trained.update(persistent_buffers(plain.model))

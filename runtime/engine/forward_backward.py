@@ -39,6 +39,7 @@ class ForwardBackward:
         self.graph: torch.cuda.CUDAGraph | None = None
         self.guards: Guards | None = None
         self.inputs: list[Tensor] = []  # what the graph reads
+        self.loss: Tensor | None = None  # what it writes
         # Attributes that a micro-step sets, such as metrics: (owner, name, tensor)
         self.left: list[tuple[dict, str, Tensor]] = []
         if capture:

@@ -141,7 +141,7 @@ def apply_update(weights: Tensor, half: Tensor, update: Tensor, lr: Tensor, deca
 
 
 @dataclass
-class Batch:
+class MatrixBatch:
     """Matrices of one shape that follow each other in the flat tensor of all ranks.
 
     start, end: elements, counted from the first one of this rank.
@@ -171,7 +171,7 @@ class Muon:
     ) -> None:
         self.group = group
         self.size = size
-        self.batches: list[Batch] = []
+        self.batches: list[MatrixBatch] = []
         first_of_rank = size * dist.get_rank(group)
         for place, n_parts in zip(places, parts, strict=True):
             rows = place.param.shape[0] // n_parts
@@ -179,7 +179,7 @@ class Muon:
             n = rows * columns
             start = place.offset - first_of_rank
             for first in range(start, start + place.param.numel(), n):
-                self.add(Batch(first, first + n, rows, columns))
+                self.add(MatrixBatch(first, first + n, rows, columns))
 
         self.product = symmetric_product if use_kernels else plain_product
         # Each runs in one pass
@@ -188,11 +188,11 @@ class Muon:
         self.normalize = compiled(normalize)
         self.apply_update = compiled(apply_update)
 
-    def is_shared(self, batch: Batch) -> bool:
+    def is_shared(self, batch: MatrixBatch) -> bool:
         """Return whether a matrix lies on several ranks."""
         return batch.start // self.size != (batch.end - 1) // self.size
 
-    def add(self, matrix: Batch) -> None:
+    def add(self, matrix: MatrixBatch) -> None:
         """Add a matrix: to the batch before it if it can, or not at all if others own it."""
         last = self.batches[-1] if self.batches else None
         is_own = 0 <= matrix.start and matrix.end <= self.size

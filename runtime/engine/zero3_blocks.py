@@ -99,6 +99,7 @@ class Zero3Blocks:
         self.holds_first = False  # what gather_first() gathers is whole, with the present weights
         self.make_buffers(accumulate_locally)
         self.make_sinks(accumulate_locally)
+        self.begin_micro_step()
 
         # What happens when
         layout.module.register_forward_pre_hook(self.begin_forward)
@@ -235,6 +236,16 @@ class Zero3Blocks:
 
     # Forward and backward
 
+    def begin_micro_step(self) -> None:
+        """Note that gather_first() has gathered, and that no block has run."""
+        self.held = list(range(len(self.buffers)))  # the block in each buffer
+        self.next = 0  # the block whose turn it is
+        self.last = len(self.blocks)  # the block whose backward has begun
+        # Events of each buffer: those of this micro-step, because a captured graph can't wait for
+        # others
+        self.gathered: list[torch.cuda.Event | None] = [None] * len(self.buffers)
+        self.emptied: list[torch.cuda.Event | None] = [None] * 2
+
     def begin_forward(self, model: nn.Module, inputs: tuple) -> None:
         """Make all but the blocks' matrices whole."""
         # An evaluation may follow a change of the weights, and a forward without a backward leaves
@@ -244,12 +255,7 @@ class Zero3Blocks:
         self.holds_first = not self.blocks
         for p, full in self.views:
             p.show(full)
-        self.held = list(range(len(self.buffers)))  # the block in each buffer
-        self.next = 0  # the block whose turn it is
-        # Events are those of this micro-step, because a captured graph can't wait for others
-        self.gathered: list = [None] * len(self.buffers)
-        self.emptied: list = [None] * 2
-        self.last = len(self.blocks)  # the block whose backward has begun
+        self.begin_micro_step()
 
     def end_forward(self, model: nn.Module, inputs: tuple, outputs: object) -> None:
         """Empty the parameters after an evaluation: the loop may change the weights then."""

@@ -75,8 +75,15 @@ class RunLog:
         self.first_iter = state.get("iter_num", 0)
         self.iter_num = self.first_iter
         self.is_finite = True
-        self.paused = True  # the clock
         self.second_step = None  # (time, position) at which it began
+
+        # The clock, which restart_clock() starts, and where the run was then
+        self.paused = True
+        self.clock = 0.0
+        self.clock_iter = 0
+        self.clock_position = 0
+        self.waited_s = 0.0
+
         self.stragglers = StragglerDetector()
         self.loggers = Loggers(
             settings, self.settings_record, self.first_iter, self.resumes, state.get("wandb_id")

@@ -112,6 +112,7 @@ class MemoryInputs:
 
 def estimate(run: MemoryInputs) -> dict[str, float]:
     """Return the peak bytes per GPU by use: {"weights": ..., "activations": ..., ...}."""
+    # What a micro-step takes, besides the state
     activations = saved_activations(run)
     loss = loss_bytes(run)
     if run.gradient_checkpointing:  # one block is recomputed at a time, and never beside the loss
