@@ -240,7 +240,7 @@ tag, corrupt_tags = newest_intact(store, plan.start, resume_tag, overwrite)
 # -----------------------------------------------------------------------------
 # Model
 
-shutdown.exit_if_requested()  # here and below: before the first step, STOP ends the run at these
+shutdown.exit_if_requested()  # here and below: places where STOP ends a run without a step
 torch.manual_seed(seed)  # the same weights on every rank
 with all_exit_on(UserError):
     check_class(GPT)
@@ -315,13 +315,7 @@ first_iter = iter_num
 evals_since_best = state.get("evals_since_best", 0)
 lr = state.get("lr")  # of the last step
 evaluation_is_due = state.get("evaluation_is_due", False)  # a stop has ended this iteration's
-
-# The training data, from where the tag's run was
-switch_threads_quickly()  # a thread reads the batches
 vocab_size = plan.data["vocab_size"]
-mixture = [(source, data.share) for source, data in zip(plan.tokens["train"], plan.datasets)]
-position = state.get("sequences", 0)
-batches = TrainBatches(mixture, position, batch, ranks.rank, seed, vocab_size, device)
 
 # The bytes of each token, for the loss per byte
 sizes = broadcast_from_rank0(token_bytes(plan.data, fetch=False).tolist())
@@ -340,6 +334,12 @@ log = RunLog(
 )
 log.start_loggers()
 health = StepHealth(log.warn, state, skip_grad_spikes)
+
+# The training data, from where the tag's run was
+switch_threads_quickly()  # a thread reads the batches
+mixture = [(source, data.share) for source, data in zip(plan.tokens["train"], plan.datasets)]
+position = state.get("sequences", 0)
+batches = TrainBatches(mixture, position, batch, ranks.rank, seed, vocab_size, device)
 
 # -----------------------------------------------------------------------------
 # The parts of the loop
