@@ -36,12 +36,15 @@ def chunked_loss(head: nn.Module, x: Tensor, targets: Tensor, reduction: str = "
     """
     function = chunk_function(head)
     rows = EAGER_LOSS_CHUNK
+    # The compiled function, unless the head has got another one since
     known, compiled = getattr(head, "compiled_loss", (None, None))
     if known == function:
         function = compiled
         rows = LOSS_CHUNK
 
     by_hand = head_is_ours(head)
+
+    # The loss of each row
     if reduction == "none":
         losses = []
         for own_x, own_targets in zip(x.split(rows), targets.split(rows), strict=True):
@@ -66,6 +69,8 @@ def chunked_loss(head: nn.Module, x: Tensor, targets: Tensor, reduction: str = "
                 total = total + checkpoint(counted_losses, *args, use_reentrant=False).sum()
         else:
             total = LossByAutograd.apply(function, rows, targets, params, x, *params)
+
+    # The sum is over all chunks
     if reduction == "mean":
         total = total / (targets >= 0).sum()
     return total
@@ -133,9 +138,11 @@ def cross_entropy_with_grad(
     ignore a row. Returns (N,) in fp32, and a gradient like logits. In float16 it is multiplied by
     FP16_GRAD_FACTOR.
     """
+    # The vocabulary's padding gets no probability
     columns = torch.arange(logits.size(1), device=logits.device)
     logits32 = logits.float().masked_fill(columns >= vocab_size, float("-inf"))
     log_z = torch.logsumexp(logits32, dim=1, keepdim=True)
+    # A row that doesn't count has neither loss nor gradient
     valid = (targets >= 0).unsqueeze(1)
     row_target = targets.clamp(min=0).unsqueeze(1)
     losses = (log_z - logits32.gather(1, row_target)) * valid
@@ -208,6 +215,7 @@ class LossByAutograd(torch.autograd.Function):
     ) -> Tensor:
         """Return the loss of x (N, n_embd). params: what losses() uses and has to get gradients.
         They also are `tensors`, for autograd to know."""
+        # Sums over the chunks
         needs_grad = any(ctx.needs_input_grad)
         factor = FP16_GRAD_FACTOR if x.dtype == torch.float16 else 1.0
         grad_x = torch.zeros_like(x)
@@ -224,6 +232,7 @@ class LossByAutograd(torch.autograd.Function):
                 continue
             if first == 0:
                 check_leaves(loss, [own_x, *params])
+            # The gradients of this chunk
             found = torch.autograd.grad(scaled_loss, [own_x, *params], allow_unused=True)
             if found[0] is not None:
                 grad_x[rows] = found[0]

@@ -51,6 +51,7 @@ class ModelTensors:
         found = []
         for ours, theirs in ((self.params, other.params), (self.buffers, other.buffers)):
             found += [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
+        # Without other names or shapes, the ties may differ
         if not found:
             found = [" is ".join(sorted(group)) for group in self.ties ^ other.ties]
         return found
@@ -107,6 +108,7 @@ def check_extra_state(model: nn.Module) -> None:
 def replace_parameters(model: nn.Module, make: Callable[[str, nn.Parameter], Tensor]) -> None:
     """Replace all parameters by make(name, parameter). One with several names is made once, by its
     first name, so its modules still share it."""
+    # From each old parameter to its new one
     made: dict[nn.Parameter, nn.Parameter] = {}
     for prefix, module in model.named_modules():
         own = list(module.named_parameters(recurse=False, remove_duplicate=False))

@@ -177,6 +177,7 @@ def key_problems(config: Mapping, allowed: Mapping, path: str = "") -> list[str]
         here = path + key
         rule = allowed.get(key)
         if rule is None:
+            # A key that is unknown, or that no test trains with
             hint = did_you_mean(key, allowed)
             if not hint:
                 hint = ": remove it"

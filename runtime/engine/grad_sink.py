@@ -34,6 +34,7 @@ class GradSink:
         """Add a @ b, in one GEMM if it can. a: (rows, n), b: (n, columns), of the total's shape."""
         if not self.one_backward:
             addmm_fp32(self.total, a, b)
+        # The first product can be written in place of what total held
         elif self.is_empty and a.dtype == self.total.dtype:
             torch.mm(a, b, out=self.total)
             self.is_empty = False

@@ -213,6 +213,7 @@ class Layout:
         engine = self.engine
         zero = engine.optimizer
         zero.hooks = zero.hooks._replace(step=make_step)
+        # The engine steps only at a boundary of the accumulation
         engine.set_gradient_accumulation_boundary(True)
         engine.step()
         engine.set_gradient_accumulation_boundary(False)
@@ -225,7 +226,8 @@ class Layout:
         engine = self.engine
         zero = engine.optimizer
         zero.finalize_gradient_accumulation_boundary()
-        zero.loss_scaler.cur_scale *= loss_factor  # by which the step divides
+        # The step divides by the scale, and the gradients are a mean over another number
+        zero.loss_scaler.cur_scale *= loss_factor
         engine.set_gradient_accumulation_boundary(True)
         engine.step()
         engine.set_gradient_accumulation_boundary(False)
@@ -370,9 +372,11 @@ def zero2_layout(engine: DeepSpeedEngine) -> Zero2Layout:
     rank = dist.get_rank(zero2.dp_process_group)
     shards = []
     for i, master in enumerate(zero2.single_partition_of_fp32_groups):
+        # Where each parameter lies in the group's flat tensor
         params = zero2.round_robin_bit16_groups[i]
         offsets = zero2.round_robin_bit16_offsets[i]
         places = tuple(Place(param, offset) for param, offset in zip(params, offsets, strict=True))
+        # This rank's gradients, which DeepSpeed looks for
         buffer = zero2._build_compact_grad_partition_buffer(i)
         zero2.averaged_gradients[i] = buffer
         shards.append(
@@ -433,6 +437,7 @@ class Zero3Layout(Layout):
 
     def __init__(self, engine: DeepSpeedEngine, shards: tuple[Shard, ...]) -> None:
         super().__init__(engine, shards)
+        # The gradients of each parameter's part
         grads = {}
         for shard in shards:
             for piece in shard.pieces:
@@ -484,6 +489,7 @@ def zero3_layout(engine: DeepSpeedEngine) -> Zero3Layout:
     """Return the Layout of stage 3: it cuts each parameter, and concatenates a rank's parts."""
     zero3 = engine.optimizer
     rank = dist.get_rank(zero3.dp_process_group)
+    # Flat tensors of the sub-groups
     halves = zero3.fp16_partitioned_groups_flat
     grads = zero3.grad_partitions_flat_buffer.split([half.numel() for half in halves])
     shards = []

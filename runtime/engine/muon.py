@@ -50,6 +50,7 @@ def split_matrices(
                     param, parts = entry
                     parts_of.setdefault(param, parts)
 
+    # AdamW's groups, without these
     others = []
     for group in groups:
         params = [param for param in group["params"] if param not in parts_of]
@@ -172,6 +173,7 @@ class Muon:
         self.group = group
         self.size = size
         self.batches: list[MatrixBatch] = []
+        # This rank's matrices, and those that lie on its borders
         first_of_rank = size * dist.get_rank(group)
         for place, n_parts in zip(places, parts, strict=True):
             rows = place.param.shape[0] // n_parts
@@ -217,6 +219,7 @@ class Muon:
         lr = is_applied * shard.options["lr"]
         decay = lr * shard.options["weight_decay"]
         for batch in self.batches:
+            # What this rank has of these matrices
             first = max(0, min(self.size, batch.start))
             end = max(0, min(self.size, batch.end))
             own = slice(first, end)
@@ -228,6 +231,7 @@ class Muon:
                 dist.all_reduce(direction, group=self.group)
             if first == end:
                 continue
+            # The update, of whole matrices. Tall ones get a higher rate
             matrices = self.normalize(direction.view(-1, batch.rows, batch.columns))
             update = orthogonalize(matrices, self.product).flatten()
             update = update[first - batch.start : end - batch.start]

@@ -94,6 +94,7 @@ class BucketedAllReduce:
                 self.bucket_of[place.param] = i
                 self.offset_of[place.param] = place.offset
 
+        # Buffers for the bucket that is filled and the one that is reduced
         half = layout.shards[0].half
         self.stream = torch.cuda.Stream() if half.is_cuda and layout.overlaps else None
         largest = max(bucket.size for bucket in self.buckets)
@@ -228,6 +229,7 @@ def global_norm(flats: list[Tensor], group: dist.ProcessGroup | None) -> Tensor:
     """Return the norm of all ranks' flat tensors, a scalar on their device. All ranks call this."""
     if flats[0].is_cpu:  # where the float32 norm of 124 million gradients at once is 1.3% too small
         flats = [piece for flat in flats for piece in flat.split(NORM_PIECE)]
+    # The norm of the norms, of this rank's shards and then of all ranks'
     squared = torch.stack([torch.linalg.vector_norm(flat) for flat in flats]).square().sum()
     if dist.get_world_size(group) > 1:
         dist.all_reduce(squared, group=group)

@@ -53,6 +53,7 @@ def pieces_of(places: tuple[Place, ...], size: int, rank: int) -> tuple[Piece, .
     begin = rank * size
     pieces = []
     for place in places:
+        # What of the parameter lies between the borders of the rank
         first = max(begin, place.offset)
         end = min(begin + size, place.offset + place.param.numel())
         if first < end:

@@ -122,6 +122,7 @@ class OurStep:
 
     def update(self, shard: Shard, clip: Clip) -> None:
         """Step a shard by AdamW or Muon, unless the norm is too large, and clear its gradients."""
+        # The state of the first step
         state = shard.state
         if not state:  # as torch.optim.AdamW begins
             state["step"] = 0
@@ -131,6 +132,7 @@ class OurStep:
         device = shard.master.device
         state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device=device)
 
+        # The stepper of this kind of group
         if is_muon(shard.options):
             if self.muon is None:
                 self.muon = Muon(

@@ -51,6 +51,7 @@ def check_values(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
     differ = None
     for used, master in pairs:
         for part, own in zip(used.split(PIECE), master.detach().split(PIECE), strict=True):
+            # As a step rounds them. NaN isn't equal to itself, but has not changed
             rounded = own.to(part.dtype).to(part.device)
             both_nan = part.isnan() & rounded.isnan()
             new = ((part != rounded) & ~both_nan).any()

@@ -52,6 +52,7 @@ def read_history(out_dir: str) -> list[dict]:
                 break
             number += 1
             try:
+                # A line that a killed run has left may be incomplete
                 record = parse_json(line.decode(errors="replace"))
                 is_complete = isinstance(record, dict) and is_iteration(record.get("iter"))
             except ValueError:

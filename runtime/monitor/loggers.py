@@ -83,6 +83,7 @@ class Loggers:
             )
             self.wandb_id = None
 
+        # A new run, or the checkpoint's
         run = wandb.init(
             project=self.settings.wandb_project,
             name=name,

@@ -37,6 +37,7 @@ class Profiler:
     """
 
     def __init__(self, model: nn.Module, out_dir: str) -> None:
+        # A folder without links, through which others could have a file overwritten
         self.folder = Path(out_dir, "profile")
         if self.folder.is_symlink():  # in a folder where others write, it may lead anywhere
             self.folder.unlink(missing_ok=True)
@@ -45,6 +46,7 @@ class Profiler:
         if RANK == 0:
             flops = count_flops(model, self.folder / "flops.txt")
             print0(f"{flops:.4g} FLOPs per token in a forward, by DeepSpeed")
+        # The trace: a step to warm up, and then those that are traced
         schedule = torch.profiler.schedule(
             skip_first=LAST_STEP - TRACED - 1, wait=0, warmup=1, active=TRACED, repeat=1
         )

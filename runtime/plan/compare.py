@@ -167,6 +167,7 @@ def note_evaluations(
         return
     how = f"{windows:,} windows of each split (eval_iters x batch_size), and {where} on {before:,}"
     fix = ""
+    # With other micro-batches, no eval_iters may give as many
     if before % batch.micro == 0:
         fix = f"; --eval_iters={before // batch.micro} takes the same"
     notes.append(

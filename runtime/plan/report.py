@@ -24,6 +24,7 @@ def memory_report(plan: RunPlan, ranks: Ranks) -> str:
 
     With dry_run=True also settings that fit if this run doesn't. plan: a RunPlan.
     """
+    # The memory of a GPU, and of a node
     title = "each GPU" if plan.execution.device == "cuda" else "each rank"
     lines = format_breakdown(title, memory.estimate(plan), plan.execution.memory)
     tag_bytes = plan.tag_bytes if plan.settings.keep_last else 0
@@ -46,6 +47,8 @@ def format_breakdown(title: str, parts: Mapping[str, float], limit: int | None =
     if limit and total > memory.USABLE_FRACTION * limit:
         line += f": too much ({1 - memory.USABLE_FRACTION:.0%} must stay free)"
     lines = [line]
+
+    # A bar for each part, the largest first
     whole = max(total, limit or 0)
     for name, size in sorted(parts.items(), key=lambda item: -item[1]):
         if size >= 1e6:
@@ -160,6 +163,7 @@ def time_lines(plan: RunPlan) -> list[str]:
 def optimizer_line(plan: RunPlan, optimizer: torch.optim.Optimizer | None = None) -> str:
     """Return the line on the optimizer. None: the script hasn't made it."""
     s = plan.settings
+    # The optimizer's own name, if the script doesn't make AdamW
     name = "adamw"
     if optimizer is not None and not is_adamw(optimizer):
         name = optimizer_name(optimizer)

@@ -231,6 +231,8 @@ def choose_sizes(s: Any, run: MemoryInputs, notes: list[str]) -> MemoryInputs:
             f"batch_size=auto: a micro-batch of {batch.micro} takes about {size} with evals, of "
             f"{format_bytes(run.execution.memory)}"
         )
+
+    # Does each rank sum the gradients of micro-steps?
     local = local_accumulation(s, run)
     run = replace(run, accumulate_locally=local.taken, no_local=local.reason)
     if local.taken:
@@ -344,6 +346,8 @@ def count_params(config: GPTConfig, lora: dict | None, muon: bool) -> tuple[Para
 
     if lora:
         apply_lora(model, lora)
+
+    # With the adapters, if there are any
     every = list(model.parameters())
     params = ParamCount(
         total,

@@ -25,10 +25,12 @@ def relative_step_time(micro: int, recompute: bool, preset: str, gpu_speed: floa
     relative to an H200's.
     """
     if "offload" in preset:
+        # The CPU's step comes on top. It doesn't become shorter on a faster GPU
         stage = "zero2" if "zero2" in preset else "zero3"
         cpu_time = CPU_STEP_MS[stage] * gpu_speed / FASTEST_MS
         return cpu_time + relative_step_time(micro, recompute, "zero2")
     time = (568 + 327 / micro**0.7) / FASTEST_MS
+    # Recomputing, and gathering the weights, cost more with small micro-batches
     if recompute:
         time *= 1.31 + 0.14 / micro
     if "zero3" in preset:
@@ -42,6 +44,7 @@ def step_seconds(run: MemoryInputs) -> float:
     relative = relative_step_time(run.batch.micro, run.gradient_checkpointing, preset)
     if run.fp8:
         relative *= 1 - SPARED_BY_FP8
+    # A GPU's share of the FLOPs, at the MFU of the fastest setting
     flops_per_gpu = run.params.flops * run.batch.tokens / run.batch.world_size
     return relative * flops_per_gpu / (FASTEST_MFU * run.execution.peak_flops)
 
