@@ -200,7 +200,14 @@ class TagStore:
                 f"{self.out_dir} is another folder than at the start of this run, and holds "
                 "checkpoints: move it away"
             )
-        self.lock()
+        try:
+            self.lock()
+        except UserError as error:  # another run may have made it meanwhile
+            if not is_other:
+                raise
+            raise UserError(
+                f"{self.out_dir} was moved or removed during the run, and {error}"
+            ) from None
         if is_other:
             print0(
                 f"{self.out_dir} was moved or removed during the run. It is made again: the "

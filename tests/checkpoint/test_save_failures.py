@@ -1,5 +1,6 @@
 """Saves that fail in unexpected ways, planted: they are reported, the run ends, and no rank waits in vain."""
 
+import contextlib
 import errno
 import io
 import os
@@ -139,12 +140,27 @@ def lock_elsewhere(folder):
                           text=True).stdout
 
 
+@contextlib.contextmanager
+def lock_held(folder):
+    """A context in which another process holds the lock of a folder."""
+    code = ("import sys; from runtime.files import lock_folder\n"
+            "lock = lock_folder(sys.argv[1], '--out_dir'); print('locked', flush=True); sys.stdin.read()")
+    with subprocess.Popen([sys.executable, "-c", code, folder], cwd=ROOT, stdin=subprocess.PIPE,
+                          stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout.readline() == "locked\n"
+        yield
+
+
 def test_a_folder_that_is_made_again_is_locked(tmp_path):
     out = tmp_path / "out"
     store = TagStore(out, read_only=False)
     store.hold_folder()  # nothing has happened to it
     assert "another run is writing" in lock_elsewhere(out)
     out.rename(tmp_path / "moved")
+    with lock_held(out), pytest.raises(UserError) as taken:
+        store.hold_folder()
+    assert str(taken.value).startswith(
+        f"{out} was moved or removed during the run, and another run is writing to {out}: ")
     store.hold_folder()
     assert "another run is writing" in lock_elsewhere(out) and lock_elsewhere(tmp_path / "moved") == ""
     (out / ".lock").unlink()
