@@ -1,0 +1,409 @@
+"""Planted faults in gradients, optimizers, loss scales, and which path a run takes."""
+
+from fault_places import Fault
+
+FAULTS = [
+    Fault(
+        subject="gradients, ZeRO-0",
+        description="stage 0 doesn't run as stage 2, so gradients are summed in bfloat16",
+        file="runtime/engine/fixes.py",
+        function="repair",
+        old='zero["stage"] = stage',
+        new="pass",
+        test="test_configurator.py::test_jsons_of_the_project_resolve[bfloat16-zero0]",
+    ),
+    Fault(
+        subject="gradients, ZeRO-2",
+        description="gradients are summed over the ranks, not averaged",
+        file="runtime/engine/reduce.py",
+        function="LocalAccumulation.reduce_at_step",
+        old="shard.grads.div_(layout.world_size)",
+        new="pass",
+        test="test_run.py::test_one_and_two_ranks_give_the_same_losses",
+    ),
+    Fault(
+        subject="gradients, ZeRO-2 buckets",
+        description="of a gradient that two ranks share, each rank adds the first part to its sums",
+        file="runtime/engine/reduce.py",
+        function="BucketedAllReduce.reduce",
+        old="place.offset + piece.start",
+        new="place.offset",
+        test="engine/test_zero.py::test_float32_is_plain_pytorch[2 ranks-stage 2 buckets]",
+    ),
+    Fault(
+        subject="gradients, ZeRO-3",
+        description=(
+            "the second sub-group of a parameter group is stepped with the first one's gradients"
+        ),
+        file="runtime/engine/layout.py",
+        function="zero3_layout",
+        old="grads[i]",
+        new="grads[zero3.sub_group_to_group_id[i]][: master.numel()]",
+        test="engine/test_zero.py::test_float32_is_plain_pytorch[2 ranks-stage 3]",
+    ),
+    Fault(
+        subject="Muon's momentum",
+        description="it decays twice as fast",
+        file="runtime/engine/muon.py",
+        function="next_direction",
+        old="1 - MOMENTUM",
+        new="1 - MOMENTUM**2",
+        test="engine/test_muon.py::test_muon_is_pytorchs[2 ranks-muon]",
+    ),
+    Fault(
+        subject="Muon, Nesterov",
+        description="the update is the momentum alone",
+        file="runtime/engine/muon.py",
+        function="next_direction",
+        old="clipped.lerp(momentum, MOMENTUM)",
+        new="momentum",
+        test="engine/test_muon.py::test_muon_is_pytorchs[2 ranks-muon]",
+    ),
+    Fault(
+        subject="Muon, scale",
+        description="tall matrices get the learning rate of square ones",
+        file="runtime/engine/muon.py",
+        function="Muon.step",
+        old="max(1, batch.rows / batch.columns) ** 0.5",
+        new="1",
+        test="engine/test_muon.py::test_muon_is_pytorchs[2 ranks-muon]",
+    ),
+    Fault(
+        subject="Muon, borders",
+        description="a rank takes the first rows of a matrix that it shares, whichever are its own",
+        file="runtime/engine/muon.py",
+        function="Muon.step",
+        old="update[first - batch.start : end - batch.start]",
+        new="update[: end - first]",
+        test="engine/test_muon.py::test_muon_is_pytorchs[2 ranks-muon]",
+    ),
+    Fault(
+        subject="Muon, skipped step",
+        description="a skipped step decays the weights",
+        file="runtime/engine/muon.py",
+        function="Muon.step",
+        old='lr * shard.options["weight_decay"]',
+        new='shard.options["lr"] * shard.options["weight_decay"]',
+        test="engine/test_muon.py::test_muon_is_pytorchs[2 ranks-nan]",
+    ),
+    Fault(
+        subject="offload",
+        description="each piece is stepped with the first one's gradients",
+        file="runtime/engine/offload.py",
+        function="step_pieces",
+        old="host_grads[i]",
+        new="host_grads[0][: len(masters[i])]",
+        test="engine/test_zero.py::test_offload_in_pieces_gives_the_same_weights[2 ranks]",
+    ),
+    Fault(
+        subject="accumulation",
+        description="each micro-step's gradients replace the sum of those before",
+        file="runtime/engine/grad_sink.py",
+        function="GradSink.add",
+        old="self.total.add_(grad)",
+        new="self.total.copy_(grad)",
+        test="test_run.py::test_golden_losses",
+    ),
+    Fault(
+        subject="ZeRO-3, blocks",
+        description="a block's gradients are summed over the ranks, not averaged",
+        file="runtime/engine/zero3_blocks.py",
+        function="Zero3Blocks.reduce",
+        old="1 / self.world_size",
+        new="1",
+        test="engine/test_zero.py::test_float32_is_plain_pytorch[2 ranks-stage 3]",
+    ),
+    Fault(
+        subject="clipping",
+        description="each rank clips by the norm of its own share of the gradients",
+        file="runtime/engine/reduce.py",
+        function="global_norm",
+        old="dist.all_reduce(squared, group=group)",
+        new="pass",
+        test="test_run.py::test_one_and_two_ranks_give_the_same_losses",
+    ),
+    Fault(
+        subject="loss scale",
+        description="the gradients keep the loss scale",
+        file="runtime/engine/clip.py",
+        function="Clip.factor",
+        old="(self.max_norm / (self.norm + 1e-6)).clamp(max=1) * self.inverse_scale",
+        new="(self.max_norm / (self.norm + 1e-6)).clamp(max=1)",
+        test=(
+            "engine/test_zero.py::test_float16_is_plain_pytorch_while_the_loss_scale_grows[2 "
+            "ranks-stage 2-scales0-applied0]"
+        ),
+    ),
+    Fault(
+        subject="loss scale, re-shard",
+        description="a resume at another ZeRO stage starts with the JSON's loss scale",
+        file="runtime/engine/state.py",
+        function="copy_into",
+        old="setattr(scaler, name, getattr(saved_scaler, name))",
+        new="pass",
+        test=(
+            "checkpoint/test_resume.py::"
+            "test_a_resume_in_float16_continues_with_the_loss_scale_and_this_runs_json"
+        ),
+    ),
+    Fault(
+        subject="optimizers",
+        description="another optimizer than AdamW trains as AdamW",
+        file="runtime/engine/any_optimizer.py",
+        function="is_adamw",
+        old="kind is not torch.optim.AdamW and not is_cpu_adam",
+        new="kind is None",
+        test="engine/test_any_optimizer.py::test_losses_are_plain_pytorchs[2-SGD]",
+    ),
+    Fault(
+        subject="optimizers, clipping",
+        description="the gradients of other optimizers are not clipped",
+        file="runtime/engine/any_optimizer.py",
+        function="step_by_itself",
+        old="clip.factor()",
+        new="clip.inverse_scale",
+        test="engine/test_any_optimizer.py::test_losses_are_plain_pytorchs[2-SGD]",
+    ),
+    Fault(
+        subject="Muon's matrices",
+        description="a block with more matrices than the others loses them",
+        file="runtime/engine/muon.py",
+        function="split_matrices",
+        old="itertools.zip_longest(*share)",
+        new="zip(*share)",
+        test=(
+            "engine/test_edited_model.py::"
+            "test_muon_trains_the_same_matrices_on_any_number_of_ranks[a matrix in every "
+            "second block]"
+        ),
+    ),
+    Fault(
+        subject="micro-steps",
+        description="ranks with different numbers of micro-steps are not noticed",
+        file="runtime/engine/engine.py",
+        function="Engine.check_ranks",
+        old="any(other != ranks[0] for other in ranks)",
+        new="not ranks",
+        test=(
+            "engine/test_edited_script.py::test_ranks_make_the_same_number_of_micro_steps["
+            "one less on rank 1]"
+        ),
+    ),
+    Fault(
+        subject="any graph, ZeRO-2",
+        description="a bucket's gradients that a rank doesn't have keep what was in the buffer",
+        file="runtime/engine/reduce.py",
+        function="BucketedAllReduce.launch_bucket",
+        old="place.param not in self.filled",
+        new="False",
+        test="engine/test_any_graph.py::test_training_is_plain_pytorchs[experts-2-ZeRO-2]",
+    ),
+    Fault(
+        subject="any graph, ZeRO-2, order",
+        description="buckets are filled in the order in which gradients come",
+        file="runtime/engine/reduce.py",
+        function="BucketedAllReduce.on_grad_ready",
+        old=(
+            "if i > self.current:\n"
+            "    early = self.early.get(param)\n"
+            "    self.early[param] = grad if early is None else early + grad\n"
+            "    return"
+        ),
+        new=(
+            "self.offset_of[param] = sum(p.numel() for p in self.filled)\n"
+            "if False:\n"
+            "    early = self.early.get(param)\n"
+            "    self.early[param] = grad if early is None else early + grad\n"
+            "    return"
+        ),
+        test=(
+            "engine/test_any_graph.py::test_training_is_plain_pytorchs[a block skipped per "
+            "rank-2-ZeRO-2]"
+        ),
+    ),
+    Fault(
+        subject="loop, weights",
+        description="what a training loop does to the weights is overwritten without a word",
+        file="runtime/engine/untouched.py",
+        function="Untouched.check",
+        old="param._version != version",
+        new="False",
+        test=(
+            "engine/test_edited_loop.py::test_a_loop_that_changes_parameters_is_refused[clamped-2]"
+        ),
+    ),
+    Fault(
+        subject="loop, frozen",
+        description="a parameter that a training loop has frozen still gets steps",
+        file="runtime/engine/untouched.py",
+        function="Untouched.check",
+        old="param.requires_grad != was_trained",
+        new="False",
+        test="engine/test_edited_loop.py::test_a_loop_that_changes_parameters_is_refused[frozen-2]",
+    ),
+    Fault(
+        subject="optimizers, attributes",
+        description="an optimizer finds nothing of what the user has set on parameters",
+        file="runtime/engine/any_optimizer.py",
+        function="check_elementwise",
+        old="check_attributes(name, matrix.read | whole.read, params)",
+        new="pass",
+        test=(
+            "engine/test_any_optimizer.py::"
+            "test_what_zero_cannot_give_an_optimizer_is_refused[ReadsAttribute-reads "
+            "lr_scale of the parameters]"
+        ),
+    ),
+    Fault(
+        subject="any graph, no backward",
+        description=(
+            "a block without a backward keeps the gradients of the one after it from being reduced"
+        ),
+        file="runtime/engine/zero3_blocks.py",
+        function="Zero3Blocks.go_back_to",
+        old=("while self.last > i:\n    self.last -= 1\n    self.begin_backward(self.last)"),
+        new=("if self.last > i:\n    self.last = i\n    self.begin_backward(self.last)"),
+        test=(
+            "engine/test_any_graph.py::test_training_is_plain_pytorchs[a block without "
+            "gradients-2-ZeRO-3]"
+        ),
+    ),
+    Fault(
+        subject="any graph, a forward alone",
+        description="after a forward without a backward, blocks run with the weights of others",
+        file="runtime/engine/zero3_blocks.py",
+        function="Zero3Blocks.begin_forward",
+        old="self.holds_first = not self.blocks",
+        new="pass",
+        test=(
+            "engine/test_any_graph.py::test_training_is_plain_pytorchs[a block without "
+            "gradients-2-ZeRO-3, peeking]"
+        ),
+    ),
+    Fault(
+        subject="any graph, ZeRO-3",
+        description="blocks are gathered one by one whatever GPT.forward does",
+        file="runtime/engine/zero3_blocks.py",
+        function="blocks_to_gather",
+        old="why_not_our_forward(model)",
+        new="None",
+        test="engine/test_any_graph.py::test_training_is_plain_pytorchs[blocks twice-2-ZeRO-3]",
+    ),
+    Fault(
+        subject="any graph, ZeRO-3, experts",
+        description="the gradient of an expert without tokens is that of another block",
+        file="runtime/engine/grad_sink.py",
+        function="GradSink.finish_backward",
+        old="self.total.zero_()",
+        new="pass",
+        test=(
+            "engine/test_any_graph.py::test_training_is_plain_pytorchs[experts without an "
+            "auxiliary loss-2-ZeRO-3]"
+        ),
+    ),
+    Fault(
+        subject="any graph, DeepSpeed's path",
+        description="the gradients of the last step stay in those of the next one",
+        file="runtime/engine/layout.py",
+        function="ExactStage3.step",
+        old="self.grad_partitions_flat_buffer.zero_()",
+        new="pass",
+        test=(
+            "engine/test_any_graph.py::test_training_is_plain_pytorchs[a random block "
+            "skipped-2-ZeRO-3, DeepSpeed's]"
+        ),
+    ),
+    Fault(
+        subject="buffers, resume",
+        description="persistent buffers start anew",
+        file="runtime/engine/state.py",
+        function="copy_into",
+        old="reader.copy_buffers(layout.module)",
+        new="pass",
+        test="checkpoint/test_edited_tags.py::test_a_run_goes_on[running statistics-2]",
+    ),
+    Fault(
+        subject="CUDA graph",
+        description="it is captured whatever the model is",
+        file="runtime/engine/fast_paths.py",
+        function="decide_graph",
+        old="facts.varies",
+        new="False",
+        test=(
+            "kernels/test_kernels.py::"
+            "test_a_cuda_graph_needs_a_model_whose_micro_steps_are_all_the_same"
+        ),
+    ),
+    Fault(
+        subject="CUDA graph, guards",
+        description="a graph keeps the attributes that it was captured with",
+        file="runtime/engine/forward_backward.py",
+        function="ForwardBackward.check",
+        old="changed = self.guards.changed()",
+        new="changed = None",
+        test="engine/test_guards.py::test_a_changed_attribute_drops_the_graph_with_one_note",
+    ),
+    Fault(
+        subject="CUDA graph, metrics",
+        description="a metric stays that of the last evaluation",
+        file="runtime/engine/forward_backward.py",
+        function="ForwardBackward.__call__",
+        old="owner[name] = tensor",
+        new="pass",
+        test="engine/test_guards.py::test_a_changed_attribute_drops_the_graph_with_one_note",
+    ),
+    Fault(
+        subject="loss mask",
+        description="a step takes the mean of its micro-steps' means, however few tokens count in one of them",
+        file="runtime/engine/forward_backward.py",
+        function="loss_of_targets",
+        old="model(x, targets) * (count * weight)",
+        new="model(x, targets)",
+        test="data/test_conversations.py::test_a_step_is_the_mean_over_all_counted_tokens[2-2-3-2]",
+    ),
+    Fault(
+        subject="loss mask, auxiliary loss",
+        description="it counts once per micro-batch, and the others once per target",
+        file="runtime/engine/forward_backward.py",
+        function="loss_of_targets",
+        old="model(x, targets) * (count * weight)",
+        new='model(x, targets, "sum") * weight',
+        test="data/test_conversations.py::test_an_auxiliary_loss_counts_as_often_as_its_micro_batch_has_targets[2-2-3-2]",
+    ),
+    Fault(
+        subject="loss mask, no target",
+        description="a micro-batch without a target makes the gradients not a number",
+        file="runtime/engine/forward_backward.py",
+        function="loss_of_targets",
+        old="torch.where(count > 0, y, y.clamp(min=0))",
+        new="y",
+        test="data/test_conversations.py::test_a_micro_batch_without_targets_counts_nothing",
+    ),
+    Fault(
+        subject="optimizers, DeepSpeed's warning",
+        description="it says to proceed with caution",
+        file="runtime/engine/setup.py",
+        function="without_warning",
+        old="logger.addFilter(is_other)",
+        new="pass",
+        test="engine/test_any_optimizer.py::test_other_warnings_of_deepspeed_are_kept",
+    ),
+    Fault(
+        subject="JSON checks",
+        description="a ZeRO stage of true or 2.0 is accepted",
+        file="runtime/engine/ds_config.py",
+        function="keeps_rule",
+        old="json.dumps(value) in map(json.dumps, rule)",
+        new="value in rule",
+        test="test_configurator.py::test_jsons_are_refused",
+    ),
+    Fault(
+        subject="ZeRO-3, prefetch",
+        description="the fast path is taken although a prefetch key of the JSON has another value",
+        file="runtime/engine/ds_config.py",
+        function="takes_our_gradients",
+        old="zero.get(key, value) == value",
+        new="zero.get(key, value) >= 0",
+        test="test_configurator.py::test_another_prefetch_needs_deepspeeds_own_stage_3",
+    ),
+]
