@@ -19,6 +19,7 @@ from conftest import EIGHT, ROOT, SMALL, ForkedJob, done, kill, launch, patience
 
 from runtime.checkpoint.load import load_model
 from runtime.checkpoint.tags import TagStore
+from runtime.data.loader import mixed_seed
 from runtime.data.tokenizer import tokenizer_of
 from runtime.monitor.history import append_history
 from runtime.monitor.loggers import Loggers
@@ -165,28 +166,82 @@ def test_patience_goes_on_over_a_resume(train):
     assert list(fourth.losses) == [1, 2, 3, 4, 5, 6, 7, 8] and manifest(first.out_dir, "final")["iter_num"] == 8
 
 
+NAN_AFTER_STEP_4 = """
+from runtime.engine.engine import Engine
+evaluate = Engine.evaluate
+def evaluate_to_nan(self, x, y):
+    losses = evaluate(self, x, y)
+    if self.steps == 4:
+        losses = losses * float("nan")
+    return losses
+Engine.evaluate = evaluate_to_nan
+"""
+
+
 def test_a_validation_loss_that_is_no_number_is_not_the_best(train):
-    """At iteration 4 of 6; the losses at 2 and 6 are better each. And a history of other bytes stops no resume."""
+    """At iteration 4 of 6. The losses at 2 and 6 are better each."""
     args = ("--max_iters=6", "--always_save_checkpoint=False")
-    run = done(train(*args, "--deterministic=True", plant="""
-import atexit, math
-from runtime.cluster import ranks
-all_reduce_sum, calls = ranks.all_reduce_sum, []
-def once_nan(*values, **how):
-    calls.extend([len(values)] * (len(values) == 7))
-    sums = all_reduce_sum(*values, **how)
-    return [*sums[:2], math.nan, *sums[3:]] if len(values) == 7 and len(calls) == 6 else sums
-ranks.all_reduce_sum = once_nan
-atexit.register(lambda: print("deterministic:", sys.modules["torch"].are_deterministic_algorithms_enabled()))
-"""))
-    assert "deterministic: True" in run.stdout
-    assert "step 4: train loss 3" in run.stdout and "val loss nan" in run.stdout
+    run = done(train(*args, plant=NAN_AFTER_STEP_4))
+    assert "step 4: train loss nan, val loss nan" in run.stdout
+    assert run.evals[6][1] < run.evals[2][1]
     assert TagStore(run.out_dir).list() == ["iter_2", "iter_6", "best", "final"]
     assert manifest(run.out_dir, "best")["iter_num"] == 6
+
+
+def test_a_history_with_bytes_that_are_no_text_stops_no_resume(train):
+    run = done(train())
     with open(run.out_dir / "history.jsonl", "ab") as history:
         history.write(b"\xff\xfe\n")
-    run = done(train(*args, "--max_iters=8", "--init_from=resume", out_dir=run.out_dir))
-    assert len(run.history) == 8 + 5 + 3  # steps, evaluations, saves
+    run = done(train("--max_iters=6", "--init_from=resume", out_dir=run.out_dir))
+    assert list(run.losses) == [1, 2, 3, 4, 5, 6]
+    assert list(run.evals) == [0, 2, 4, 6]
+
+
+def test_deterministic_algorithms_are_used_on_demand(train):
+    plant = """
+import atexit, torch
+atexit.register(lambda: print("deterministic:", torch.are_deterministic_algorithms_enabled()))
+"""
+    for wanted in ("True", "False"):
+        run = done(train("--max_iters=1", f"--deterministic={wanted}", plant=plant))
+        assert f"deterministic: {wanted}\n" in run.stdout
+
+
+def test_dropout_of_each_rank_and_step_has_a_seed_of_its_own(train):
+    """The first numbers that dropout could draw, in the first micro-step of each step."""
+    plant = """
+import torch
+from runtime.engine.engine import Engine
+def micro_step(self, *batch, micro_step=Engine.micro_step):
+    if self.micro_steps == 0:
+        print(f"rank {os.environ['RANK']} draws from {torch.initial_seed()}", flush=True)
+    return micro_step(self, *batch)
+Engine.micro_step = micro_step
+"""
+    run = done(train("--max_iters=3", "--seed=7", ranks=2, plant=plant))
+    drawn = re.findall(r"^rank (\d) draws from (\d+)$", run.stdout, re.M)
+    expected = {(str(rank), str(mixed_seed(7, step, rank))) for rank in (0, 1) for step in (0, 1, 2)}
+    assert len(drawn) == 6 and set(drawn) == expected
+    assert len({seed for _, seed in drawn}) == 6
+
+
+def test_a_fresh_run_with_overwrite_leaves_nothing_of_the_one_before(train):
+    """The run before was longer, and its best tag had a lower loss. Another learning rate, so no loss is the same."""
+    before = done(train("--max_iters=8", "--keep_last=9"))
+    assert "iter_8" in TagStore(before.out_dir).list()
+    fresh = done(train("--max_iters=2", "--learning_rate=1e-4", "--overwrite=True", "--seed=7",
+                       out_dir=before.out_dir))
+    assert TagStore(fresh.out_dir).list() == ["iter_2", "best", "final"]
+    assert (fresh.out_dir / "latest").read_text() == "iter_2"
+    for tag in ("best", "final"):
+        assert manifest(fresh.out_dir, tag)["state"]["best_val_loss"] == fresh.evals[2][1]
+    assert fresh.evals[2][1] > before.evals[8][1]
+
+    alone = done(train("--max_iters=2", "--learning_rate=1e-4", "--seed=7"))
+    assert fresh.losses == alone.losses and fresh.evals == alone.evals
+    kinds = [[key for key in ("val_loss", "loss", "saved") if key in record] for record in fresh.history]
+    assert sorted(zip([record["iter"] for record in fresh.history], map(str, kinds))) == [
+        (0, "['val_loss']"), (1, "['loss']"), (2, "['loss']"), (2, "['saved']"), (2, "['val_loss']")]
 
 
 def test_a_start_that_overlaps_the_run_before_goes_on_from_its_last_tag(train, whole, tmp_path):

@@ -171,6 +171,42 @@ def test_a_resume_in_float16_continues_with_the_loss_scale_and_this_runs_json(in
     assert [r["loss_scale"] for r in history if "loss" in r] == [256, 256, 512, 512, *scales]
 
 
+# In float16, the gradients of these training forwards of a process overflow, of which the first is 1
+OVERFLOWS = FLOAT16 + """
+import model
+plain = model.GPT.forward
+forwards = 0
+def forward(self, *args):
+    global forwards
+    loss = plain(self, *args)
+    if not self.training:
+        return loss
+    forwards += 1
+    return loss * 1e9 if forwards in {bad} else loss
+model.GPT.forward = forward
+"""
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_a_resume_knows_that_float16_has_forgiven_an_overflow(train, tmp_path, n):
+    """A hysteresis of 2 forgives one. That was step 2, before the tag. So step 5 halves the scale at once."""
+    fp16 = {"initial_scale_power": 8, "loss_scale_window": 1000, "hysteresis": 2}
+    out_dir = tmp_path / "out"
+
+    def run(stage, bad, *args):
+        file = tmp_path / f"{stage}.json"
+        file.write_text(json.dumps({"zero_optimization": {"stage": stage}, "fp16": fp16}))
+        args = ("--dtype=float16", "--gradient_accumulation_steps=1", f"--deepspeed_config={file}", *args)
+        return done(train(*args, out_dir=out_dir, plant=OVERFLOWS.format(bad=bad)))
+
+    run(2, [2], "--max_iters=3")
+    resumed = run(n, [2], "--max_iters=6", "--init_from=resume")
+    scales = {record["iter"]: record["loss_scale"] for record in resumed.history if "loss" in record}
+    assert scales == {1: 256, 2: 256, 3: 256, 4: 256, 5: 128, 6: 128}
+    skipped = [record["iter"] for record in resumed.history if "overflow" in record.get("warning", "")]
+    assert skipped == [2, 5]
+
+
 def test_a_longer_resume_tells_of_the_learning_rate_that_goes_up(train, tmp_path):
     """By the cosine from 1e-3 to 1e-4: of 4 iterations, the last one has 2.32e-4; of 8, the fifth has 5.50e-4."""
     run = done(train("--max_iters=4", "--eval_interval=2"))

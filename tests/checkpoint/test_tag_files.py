@@ -1,5 +1,6 @@
 """A tag's files one by one, in this process: on the disk in order, hashed, searched, and cut into padded pieces."""
 
+import hashlib
 import json
 import os
 
@@ -30,6 +31,20 @@ def test_a_tag_is_on_the_disk_before_it_has_its_name_and_an_older_one_goes_last(
              [("replace", f"{tmp_path}/latest")], [("rename", f"{tmp_path}/iter_1.saving")]]
     for earlier, later in zip(order, order[1:]):
         assert max(map(disk_calls.index, earlier)) < min(map(disk_calls.index, later))
+
+
+def test_all_of_a_large_file_is_hashed(tmp_path):
+    """20 MB, of which the last byte changes. Real files have gigabytes."""
+    path = tmp_path / "mp_rank_00_model_states.pt"
+    content = bytes(20_000_000)
+    path.write_bytes(content)
+    entry = file_digest(path)
+    assert entry == {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    with open(path, "r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"x")
+    (problem,) = verify_files(tmp_path, {path.name: entry})
+    assert problem == f"{path} has changed since it was saved (its sha256 differs)"
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])

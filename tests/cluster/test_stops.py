@@ -98,6 +98,38 @@ def test_a_stop_in_an_evaluation_saves_and_the_resume_makes_it_up(start, train, 
             assert got[key] == expected[key], (name, key)
 
 
+# Rank 1 gets a signal at the end of the evaluation after step 4, and waits until it has seen it
+SIGNAL_AFTER_EVALUATION = """
+import signal, threading
+from runtime.cluster.shutdown import Shutdown
+from runtime.monitor.runlog import RunLog
+seen = threading.Event()
+def on_signal(self, number, on_signal=Shutdown.on_signal):
+    on_signal(self, number)
+    seen.set()
+def evaluation(self, iter_num, *args, evaluation=RunLog.evaluation):
+    if iter_num == 4 and os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGTERM)
+        seen.wait()
+    return evaluation(self, iter_num, *args)
+Shutdown.on_signal = on_signal
+RunLog.evaluation = evaluation
+"""
+
+
+def test_a_stop_after_an_evaluation_that_saved_nothing_saves(train):
+    """Nothing is learned, so only the evaluation after step 2 is the best one, and saves."""
+    args = ("--learning_rate=0", "--decay_lr=False", "--always_save_checkpoint=False", "--max_iters=9")
+    run = train(*args, ranks=2, plant=SIGNAL_AFTER_EVALUATION)
+    assert run.returncode == 143, run.stdout + run.stderr
+    assert list(run.evals) == [0, 2, 4] and list(run.losses) == [1, 2, 3, 4]
+    store = TagStore(run.out_dir)
+    assert store.list() == ["iter_2", "iter_4", "best"]
+    state = store.find("iter_4").manifest["state"]
+    assert not state["improved"] and not state["evaluation_is_due"] and state["evals_since_best"] == 1
+    assert store.find("best").manifest["iter_num"] == 2
+
+
 def test_a_stop_in_the_last_evaluation_is_made_up_too(start, train, tmp_path):
     """Without the made-up evaluation, the run would have no final tag."""
     four = ("--max_iters=4", "--eval_iters=400")

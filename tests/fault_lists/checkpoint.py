@@ -292,4 +292,22 @@ if True:
             "test_a_longer_resume_tells_of_the_learning_rate_that_goes_up"
         ),
     ),
+    Fault(
+        subject="hashes, large files",
+        description="only the first 16 MB of a file are hashed",
+        file="runtime/files.py",
+        function="file_digest",
+        old='hashlib.file_digest(file, "sha256")',
+        new="hashlib.sha256(file.read(16_000_000))",
+        test="checkpoint/test_tag_files.py::test_all_of_a_large_file_is_hashed",
+    ),
+    Fault(
+        subject="overwrite, tags",
+        description="a fresh run with overwrite=True keeps the tags of the one before",
+        file="runtime/checkpoint/tags.py",
+        function="TagStore.clean",
+        old="overwrite",
+        new="overwrite and tag is not None",
+        test="test_run.py::test_a_fresh_run_with_overwrite_leaves_nothing_of_the_one_before",
+    ),
 ]

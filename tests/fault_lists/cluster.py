@@ -67,7 +67,10 @@ FAULTS = [
         function="undetected_gpu",
         old="problem = wrong_gpu_names(listed)",
         new="problem = None",
-        test="plan/test_refusals.py::test_gpus_that_are_not_there_are_named[8-CUDA_VISIBLE_DEVICES=8 names 8, but nvidia-smi lists GPUs 0 to 1: change it, or set]",
+        test=(
+            "plan/test_refusals.py::test_gpus_that_are_not_there_are_named["
+            "8-CUDA_VISIBLE_DEVICES=8 names 8, but nvidia-smi lists GPUs 0 to 1: change it, or set]"
+        ),
     ),
     Fault(
         subject="stops, announcement",
@@ -184,7 +187,16 @@ if False:
         file="launch_deepspeed.py",
         function="parse_arguments",
         old="parser.usage = USAGE",
-        new="#",
+        new="pass",
         test="cluster/test_launch.py::test_help_lists_the_options_under_its_own_name",
+    ),
+    Fault(
+        subject="stops, ranks",
+        description="only a stop that rank 0 is asked for counts",
+        file="runtime/cluster/shutdown.py",
+        function="Shutdown.agree",
+        old="dist.all_reduce(votes, op=dist.ReduceOp.MAX)",
+        new="dist.broadcast(votes, 0)",
+        test="cluster/test_stops.py::test_a_stop_after_an_evaluation_that_saved_nothing_saves",
     ),
 ]

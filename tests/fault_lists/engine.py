@@ -1,6 +1,6 @@
 """Planted faults in gradients, optimizers, loss scales, and which path a run takes."""
 
-from fault_places import Fault
+from fault_places import MODULE, Fault
 
 FAULTS = [
     Fault(
@@ -405,5 +405,17 @@ FAULTS = [
         old="zero.get(key, value) == value",
         new="zero.get(key, value) >= 0",
         test="test_configurator.py::test_another_prefetch_needs_deepspeeds_own_stage_3",
+    ),
+    Fault(
+        subject="loss scale, hysteresis",
+        description="a resume forgives as many overflows as a fresh run",
+        file="runtime/engine/state.py",
+        function=MODULE,
+        old='"cur_hysteresis"',
+        new='"cur_iter"',
+        test=(
+            "checkpoint/test_resume.py::"
+            "test_a_resume_knows_that_float16_has_forgiven_an_overflow[3]"
+        ),
     ),
 ]

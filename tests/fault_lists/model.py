@@ -294,4 +294,22 @@ FAULTS = [
         new='fields["text"]',
         test="test_evaluate.py::test_a_line_end_is_no_part_of_the_last_word[a newline]",
     ),
+    Fault(
+        subject="dropout, ranks",
+        description="all ranks draw the same numbers",
+        file="train_deepspeed.py",
+        function=MODULE,
+        old="mixed_seed(seed, iter_num, ranks.rank)",
+        new="mixed_seed(seed, iter_num, 0)",
+        test="test_run.py::test_dropout_of_each_rank_and_step_has_a_seed_of_its_own",
+    ),
+    Fault(
+        subject="stops, after an evaluation",
+        description="a stop after an evaluation that saved nothing saves nothing, either",
+        file="train_deepspeed.py",
+        function=MODULE,
+        old="tag_is_settled = evaluate_and_save()",
+        new="evaluate_and_save()\ntag_is_settled = True",
+        test="cluster/test_stops.py::test_a_stop_after_an_evaluation_that_saved_nothing_saves",
+    ),
 ]

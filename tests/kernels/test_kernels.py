@@ -195,12 +195,29 @@ def test_adamw_in_one_pass_is_pytorchs():
         assert torch.allclose(bf16.float(), master, rtol=2**-7)  # the interpreter cuts, a GPU rounds
 
 
-@pytest.mark.parametrize(("batch", "programs", "prompts"), [
-    (1, 32, (1, 63, 127, 256)), (2, 32, (127,)), (2, 1, (256,))])
-def test_one_more_token_by_our_kernels_gives_the_logits_of_the_whole(monkeypatch, batch, programs, prompts):
-    """Over the borders of 64 and 128 keys, where another program begins to share them, and of 256, where each looks a
-    second time; what lies behind is not looked at. In a large batch, one program per head looks at all keys."""
+@pytest.mark.parametrize(
+    ("batch", "programs", "keys", "prompts"),
+    [
+        # 8 programs share the keys of a head, and look at 64 at a time
+        (1, 32, 64, (1, 63, 127, 256)),
+        # at 16 at a time, so that each of them looks a second time from 129 keys on
+        (1, 32, 16, (127, 129, 135, 255)),
+        (2, 32, 32, (127,)),
+        # as in a large batch, where one program looks at all keys
+        (2, 1, 32, (256,)),
+    ],
+)
+def test_one_more_token_by_our_kernels_gives_the_logits_of_the_whole(
+    monkeypatch, batch, programs, keys, prompts
+):
+    """At the borders where another program begins to share the keys, or looks once more.
+
+    What lies behind in the cache is not looked at.
+    """
+    tiles = ((keys, 4), (keys, 2))
+    assert decode.MAX_KV_SPLITS == 8 and decode.ATTENTION_TILES == ((64, 4), (32, 2))
     monkeypatch.setattr(decode, "HEAD_PROGRAMS", programs)
+    monkeypatch.setattr(decode, "ATTENTION_TILES", tiles)
     plain, _, _ = models(block_size=300)
     idx = torch.randint(61, (batch, 300))
     whole = plain(idx)
@@ -212,7 +229,8 @@ def test_one_more_token_by_our_kernels_gives_the_logits_of_the_whole(monkeypatch
                 cache.keys[0][:, :, prompt:] = 7
                 cache.values[0][:, :, prompt:] = 7
             for at in range(prompt, prompt + 2):
-                logits = decode_step(plain, idx[:, at : at + 1], torch.tensor([at]), decoder.caches)
+                token = idx[:, at : at + 1]
+                logits = decode_step(plain, token, torch.tensor([at]), decoder.caches)
                 assert torch.allclose(logits, whole[:, at], atol=2e-5), at
 
 

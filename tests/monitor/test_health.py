@@ -11,20 +11,22 @@ from conftest import FLOAT16, ROOT, done, stage
 from runtime.engine.engine import StepResult
 from runtime.monitor.health import STRAGGLER_WINDOW, SpikeDetector, StepHealth, StragglerDetector
 
-# train_deepspeed.py with a loss that is spoilt: at training forwards first ... last - 1 of one rank, times `factor`
+# train_deepspeed.py with a loss that is spoilt, times `factor`: in these training forwards of one rank, of which the
+# first one is 1
 SPOILT = """
 import torch
 import model
 from runtime.monitor import health
 health.HISTORY, health.RISE_WINDOW = {history}
-first, last, rank, factor, training = {first}, {last}, {rank}, {factor}, {training}
+forwards = {forwards}
+rank, factor, training = {rank}, {factor}, {training}
 plain, count = model.GPT.forward, 0
 def forward(self, idx, targets=None, reduction="mean"):
     global count
     loss = plain(self, idx, targets, reduction)
     if self.training is training:
         count += 1
-        if os.environ["RANK"] == str(rank) and first <= count < last:
+        if os.environ["RANK"] == str(rank) and count in forwards:
             if factor == "memory":
                 raise torch.OutOfMemoryError("CUDA out of memory")
             loss = loss * factor
@@ -35,8 +37,8 @@ model.GPT.forward = forward
 
 @pytest.fixture
 def spoilt(train, tmp_path):
-    def run(first, last, *args, rank=1, factor="float('nan')", ranks=2, training=True, history=(2000, 300)):
-        plant = SPOILT.format(first=first, last=last, rank=rank, factor=factor, training=training, history=history)
+    def run(forwards, *args, rank=1, factor="float('nan')", ranks=2, training=True, history=(2000, 300)):
+        plant = SPOILT.format(forwards=forwards, rank=rank, factor=factor, training=training, history=history)
         return train("--eval_interval=100", *args, ranks=ranks, out_dir=tmp_path / "out",
                      plant=FLOAT16 + plant if "--dtype=float16" in args else plant)
     return run
@@ -51,17 +53,25 @@ def warnings_in(run):
                          ids=["stage 2", "stage 2 bfloat16", "stage 3"])
 def test_a_nan_on_one_rank_skips_the_step_on_both(spoilt, args):
     """In the second micro-step of the third iteration, of rank 1's two."""
-    run = done(spoilt(6, 7, "--max_iters=5", *args))
+    run = done(spoilt([6], "--max_iters=5", *args))
     assert warnings_in(run) == {3: "the loss is not finite on rank 1; step skipped"}
     assert "step 3: the loss is not finite on rank 1; step skipped" in run.stdout
     assert [it for it, loss in run.losses.items() if not math.isfinite(loss)] == [3] and run.losses[5] < run.losses[1]
 
 
 def test_a_run_whose_gradient_stays_bad_saves_and_ends(spoilt):
-    run = spoilt(5, 99, "--max_iters=20", "--max_skipped_steps=2", rank=0)
+    run = spoilt(range(5, 99), "--max_iters=20", "--max_skipped_steps=2", rank=0)
     assert run.returncode == 3 and "too many consecutive steps were skipped: lower the learning rate)\n" in run.stdout
     assert list(warnings_in(run)) == [3, 4, 5] and (run.out_dir / "latest").read_text() == "iter_5"
     assert json.loads((run.out_dir / "iter_5" / "manifest.json").read_text())["iter_num"] == 5
+
+
+def test_bad_steps_with_good_ones_between_end_no_run(spoilt):
+    """The steps 2, 4 and 5, of two micro-steps each: three in all, but only the allowed two in a row."""
+    run = done(spoilt([4, 7, 9], "--max_iters=7", "--max_skipped_steps=2"))
+    told = "the loss is not finite on rank 1; step skipped"
+    assert warnings_in(run) == {2: told, 4: told, 5: told}
+    assert list(run.losses) == [1, 2, 3, 4, 5, 6, 7]
 
 
 def test_ruined_weights_push_out_no_tag_and_a_resume_outlives_its_logger(train):
@@ -87,7 +97,7 @@ def test_a_run_that_saves_nothing_names_no_checkpoint(train, options, code):
 
 def test_a_run_that_ends_with_nan_names_the_best_checkpoint_alone(spoilt):
     """The evaluation of iteration 4, the last one, is NaN."""
-    run = spoilt(9, 99, "--eval_interval=2", rank=0, ranks=1, training=False)
+    run = spoilt(range(9, 99), "--eval_interval=2", rank=0, ranks=1, training=False)
     assert run.returncode == 2 and "step 4: train loss nan" in run.stdout
     assert f"to sample from it: python sample.py --out_dir={run.out_dir} --tag=best\n" in run.stdout
     assert "final" not in run.stdout and not (run.out_dir / "final").exists()
@@ -97,8 +107,8 @@ def test_a_run_that_ends_with_nan_names_the_best_checkpoint_alone(spoilt):
 def test_a_spike_is_told_of_and_skipped_on_demand(spoilt, skip):
     """One rank, two micro-steps per iteration; the 30th is a thousand times as loud. The run resumes after 25, when 20
     norms of its own would be too few."""
-    done(spoilt(0, 0, "--max_iters=25", "--lr_decay_iters=32", ranks=1))
-    run = done(spoilt(9, 11, "--max_iters=32", f"--skip_grad_spikes={skip}", "--grad_clip=0", "--init_from=resume",
+    done(spoilt((), "--max_iters=25", "--lr_decay_iters=32", ranks=1))
+    run = done(spoilt([9, 10], "--max_iters=32", f"--skip_grad_spikes={skip}", "--grad_clip=0", "--init_from=resume",
                       rank=0, factor=1000, ranks=1))
     (warning,) = warnings_in(run).items()
     assert warning[0] == 30 and "times the recent median" in warning[1]
@@ -107,7 +117,7 @@ def test_a_spike_is_told_of_and_skipped_on_demand(spoilt, skip):
 
 @pytest.mark.parametrize("training", [True, False], ids=["in a step", "in an evaluation"])
 def test_out_of_memory_names_settings_that_take_less(spoilt, training):
-    run = spoilt(1, 2, "--max_iters=4", "--batch_size=4", factor="'memory'", rank=0, training=training)
+    run = spoilt([1], "--max_iters=4", "--batch_size=4", factor="'memory'", rank=0, training=training)
     assert run.returncode and "out of memory: the estimate was " in run.stderr
     assert "OutOfMemoryError" not in run.stderr  # a traceback's
     suggested = run.stderr.split("It doesn't fit. Add one of these to your command")[1]
@@ -187,11 +197,11 @@ def test_a_run_whose_norms_rise_ends_and_resumes_once(spoilt):
     """The model hardly learns. From iteration 201 on, rank 1's loss is 5 times as large, so norms are 3 times as large.
     The history has 200 norms instead of 2,000. The resumed run doesn't stop for the same rise."""
     options = "--learning_rate=1e-7", "--max_iters=320", "--on_rising_norms=stop", "--log_interval=10"
-    run = spoilt(401, 999, *options, factor=5, history=(200, 100))
+    run = spoilt(range(401, 999), *options, factor=5, history=(200, 100))
     assert run.returncode == 4 and "stop requested (gradient norms rise)\nexiting after step 250\n" in run.stdout
     assert list(warnings_in(run)) == [250]
     assert (run.out_dir / "latest").read_text() == "iter_250"
-    run = done(spoilt(1, 999, *options, "--init_from=resume", factor=5, history=(200, 100)))
+    run = done(spoilt(range(1, 999), *options, "--init_from=resume", factor=5, history=(200, 100)))
     assert list(warnings_in(run)) == [250] and max(run.losses) == 320
 
 
@@ -199,7 +209,7 @@ def test_a_loss_scale_that_collapses_is_explained_and_ends_the_run(spoilt, tmp_p
     """From 4 down to 1, two steps that look for the scale; then three that fail at 1, of which two are allowed."""
     config = {"zero_optimization": {"stage": 2}, "fp16": {"initial_scale_power": 2, "hysteresis": 1}}
     (tmp_path / "ds.json").write_text(json.dumps(config))
-    run = spoilt(3, 99, "--dtype=float16", f"--deepspeed_config={tmp_path / 'ds.json'}", "--max_iters=9",
+    run = spoilt(range(3, 99), "--dtype=float16", f"--deepspeed_config={tmp_path / 'ds.json'}", "--max_iters=9",
                  "--max_skipped_steps=2", rank=0, factor=1e9, ranks=1)
     assert run.returncode == 3 and "Traceback" not in run.stderr, run.stdout + run.stderr
     told = warnings_in(run)
