@@ -421,11 +421,11 @@ def done(run):
     return run
 
 
-def run_worker(name, out, ranks):
+def run_worker(name, out, ranks, *args):
     """Run a script of tests/engine/ on so many ranks. It writes to `out`."""
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
              "MASTER_PORT": str(free_port())}  # as torchrun sets them for one rank
-    done(launch(ROOT / "tests" / "engine" / name, out, ranks=ranks, **alone))
+    done(launch(ROOT / "tests" / "engine" / name, out, *args, ranks=ranks, **alone))
 
 
 @pytest.fixture(scope="session")

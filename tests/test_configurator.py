@@ -15,8 +15,8 @@ import pytest
 from conftest import ROOT, STAGES, launch
 from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-from engine.zero_worker import WAYS
 from monitor.test_profiler import MEASURED
+from zero_ways import GROUPS
 
 from configurator import configure, settings_of_script
 from runtime.data.loader import BatchSizes
@@ -317,13 +317,14 @@ def leaves(node, path=""):
 def trained_with():
     """Return the dotted names that tests train with in a value other than DeepSpeed's default.
 
-    Read from what they run: the ways of zero_worker.py, and the JSONs of conftest.py and test_profiler.py."""
+    Read from what they run: the ways of zero_ways.py, and the JSONs of conftest.py and test_profiler.py."""
     settings = leaves(MEASURED)
     for path in STAGES.values():
         settings += leaves(json.loads((ROOT / path).read_text()))
-    for stage, dtype, options in WAYS.values():
-        settings += leaves({**options.get("config", {}), **zero(stage, **options.get("zero", {}))})
-        settings += [(f"{ds_config.DTYPE_BLOCK[dtype]}.enabled", True)] if dtype in ds_config.DTYPE_BLOCK else []
+    for way in [way for group in GROUPS.values() for way in group.ways]:
+        settings += leaves({**way.config, **zero(way.stage, **way.zero)})
+        if way.dtype in ds_config.DTYPE_BLOCK:
+            settings.append((f"{ds_config.DTYPE_BLOCK[way.dtype]}.enabled", True))
     return {name for name, value in settings if name not in FIELDS or value != FIELDS[name]}
 
 

@@ -13,8 +13,6 @@ from runtime.engine.zero3_blocks import blocks_to_gather
 
 # With this epsilon, Adam doesn't turn the rounding of elements with nearly no gradient into full steps
 ADAM = {"lr": 0.0, "betas": (0.9, 0.95), "eps": 1e-5}
-RELEASED = {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0,
-            "stage3_param_persistence_threshold": 0}
 
 
 def initialize(model, groups, content, batch, clip, dtype, compiled=False, masked=False, fused=None, **adam):

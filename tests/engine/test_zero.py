@@ -1,138 +1,195 @@
-"""DeepSpeed's stages and our repairs to them against plain PyTorch, on 1 and 2 ranks (see zero_worker.py).
+"""DeepSpeed's stages and our repairs to them against plain PyTorch, on 1 and 2 ranks.
 
-Weights are compared by their largest difference (`furthest`; they move by up to 0.017) and, in half precision, where
-an element of nearly no gradient may go anywhere, by their distance in units of the way gone (`apart`)."""
+zero_ways.py has the ways to train, in groups. zero_worker.py trains a group in one launch, and says
+what a result holds. Each weight moves by up to 0.017. In half precision, one of nearly no gradient may
+go anywhere, so weights are compared by their distance, in units of the way gone (`apart`).
+"""
 
 import json
 
 import pytest
 import torch
 from conftest import long, run_worker
+from zero_ways import BFLOAT16, DEEP, FLOAT32, GROUPS, KERNELS
 
 from runtime.engine import reduce
 
+PARAMETERS = 28  # of two blocks
+EVERY_WAY = [(name, way) for name, group in GROUPS.items() for way in group.ways]
+
 
 @pytest.fixture(scope="module", params=[long(1), 2], ids=["1 rank", "2 ranks"])
-def report(request, tmp_path_factory):
-    """What zero_worker.py found on so many ranks, {way: results}; all ways in one launch."""
-    out = tmp_path_factory.mktemp("zero") / "report.json"
-    run_worker("zero_worker.py", out, request.param)
-    return {"ranks": request.param, **json.loads(out.read_text())}
+def ranks(request):
+    return request.param
 
 
-@pytest.mark.parametrize("way", ["stage 2", "stage 2 buckets", "own",
-                                 "stage 3", "stage 3 released", "stage 3 recomputed", "stage 3 compiled",
-                                 "stage 3 compiled recomputed", "stage 2 offload", "zero3 offload"])
-def test_float32_is_plain_pytorch(report, way):
-    """Seen: 8e-7 at most. Clipping bites in each step: leaving it out moves the weights further than any bound here."""
-    result = report[f"float32 {way}"]
-    assert all(norm > 1.8 * 0.3 for norm in report["plain"]["norms"])
-    assert result["furthest"]["plain"] < 5e-6 and result["furthest"]["plain unclipped"] > 0.01
-    assert result["applied"] == [report["ranks"]] * 3
-    assert result["norms"] == pytest.approx(report["plain"]["norms"], rel=1e-5)
+@pytest.fixture(scope="module")
+def trained(ranks, tmp_path_factory):
+    """trained("float32") -> {name of a way: its result} of a group, and of "plain"."""
+    results = {}
+
+    def train(group):
+        if group not in results:
+            out = tmp_path_factory.mktemp("zero") / "results.json"
+            run_worker("zero_worker.py", out, ranks, group)
+            results[group] = json.loads(out.read_text())
+        return results[group]
+
+    return train
 
 
-def test_the_keys_bias_does_not_move(report):
-    """Its exact gradient is 0. At every stage, also on DeepSpeed's own path, with offload, and by the kernels."""
-    assert not any(result["keys_moved"] for way, result in report.items() if way != "ranks" and "plain" not in way)
+def names(group, without=()):
+    """Return the names of the ways of a group that have no bad step."""
+    return [way.name for way in group.ways if way.poison is None and way.name not in without]
 
 
-def test_stage_3_gathers_blocks_again_in_backward(report):
-    """With buffers for fewer blocks than there are."""
-    for way in ("deep stage 3", "deep stage 3 three"):
-        assert report[way]["furthest"]["deep plain"] < 5e-6 and report[way]["shortened"]
-        assert report[way]["norms"] == pytest.approx(report["deep plain"]["norms"], rel=1e-5)
+@pytest.mark.parametrize("name", names(FLOAT32))
+def test_float32_is_plain_pytorch(trained, ranks, name):
+    """Seen: 8e-7 at most. Each step is clipped, and leaving that out moves the weights further than any bound."""
+    results = trained("float32")
+    result = results[name]
+    plain = results["plain"]["norms"]
+    assert min(plain) > 1.8 * 0.3
+    assert result["norms"] == pytest.approx(plain, rel=1e-5)
+    assert result["seen"] == pytest.approx(plain, rel=1e-5)
+    assert result["applied"] == [ranks] * 3
+    assert result["furthest"]["plain"] < 5e-6
+    assert result["furthest"]["plain unclipped"] > 0.005
 
 
-def test_stage_3_has_released_its_parameters_where_it_is_told_to(report):
-    """All 28; left alone it keeps every one of so small a model, and would test little. Ours releases all of them after
-    each step, if there are several ranks."""
-    for way in ("float32 stage 3 released", "float32 zero3 offload", "bfloat16 stage 3 released"):
-        assert report[way]["released"] == 28
-    assert report["float32 stage 3"]["released"] == 28 * (report["ranks"] > 1)
+@pytest.mark.parametrize("name", names(DEEP))
+def test_stage_3_gathers_blocks_again_in_backward(trained, name):
+    results = trained("deep")
+    assert results[name]["furthest"]["plain"] < 5e-6
+    assert results[name]["norms"] == pytest.approx(results["plain"]["norms"], rel=1e-5)
 
 
-@pytest.mark.parametrize("way", ["stage 2", "stage 2 buckets", "stage 2 local", "stage 3",
-                                 "stage 3 released", "own"])
-def test_bfloat16_is_plain_pytorch_to_its_rounding(report, way):
+@pytest.mark.parametrize("name", names(BFLOAT16, without=["stage 2 unclipped", "own unclipped"]))
+def test_bfloat16_is_plain_pytorch_to_its_rounding(trained, name):
     """Seen: 2.9% of the way; norms to 0.15%."""
-    result = report[f"bfloat16 {way}"]
+    results = trained("bfloat16")
+    assert results[name]["apart"]["plain"] < 0.05
+    assert results[name]["norms"] == pytest.approx(results["plain"]["norms"], rel=3e-3)
+
+
+@pytest.mark.parametrize("name", names(KERNELS) + ["stage 2 nan"])
+def test_kernels_of_our_own_train_as_plain_pytorch(trained, ranks, name):
+    """Fused blocks, gradients that matmuls add to sums, fused AdamW.
+
+    Triton's interpreter truncates to bfloat16 instead of rounding. Seen: 2.9% of the way; norms to 0.4%.
+    """
+    results = trained("kernels")
+    result = results[name]
+    good = [norm for norm, applied in zip(result["norms"], result["applied"]) if applied]
+    assert good == pytest.approx(results["plain"]["norms"], rel=1e-2)
+    assert result["applied"].count(ranks) == len(good) == 2
     assert result["apart"]["plain"] < 0.05
-    assert result["norms"] == pytest.approx(report["plain"]["norms"], rel=3e-3)
 
 
-def test_our_gradient_path_is_taken_where_it_fits(report):
-    taken = {way for way, result in report.items() if way != "ranks" and result.get("shortened")}
-    assert taken == {way for way in report if (" stage 2" in way or " stage 3" in way) and "released" not in way
-                     and way != "float32 stage 3 compiled recomputed"} | {"small fused nan", "small fused local"}
-    assert len(taken) == 29
-
-
-def test_our_gradient_path_without_clipping_is_deepspeeds_own_to_the_last_bit(report):
-    result, own = report["bfloat16 stage 2 unclipped"], report["bfloat16 own unclipped"]
-    assert result["furthest"]["bfloat16 own unclipped"] == 0
-    assert result["norms"] == pytest.approx(own["norms"], rel=1e-6)
-    assert report["bfloat16 stage 2 buckets"]["furthest"]["bfloat16 stage 2"] == 0  # for buckets of any size
-
-
-def test_offload_in_pieces_gives_the_same_weights(report):
-    """PyTorch's AdamW for both: to the last bit."""
-    result = report["bfloat16 stage 2 local offload"]
-    assert result["furthest"]["bfloat16 stage 2 local"] == 0
-    assert result["norms"] == report["bfloat16 stage 2 local"]["norms"]
-
-
-@pytest.mark.parametrize("way, value", [("bfloat16 stage 2 buckets", "inf"), ("bfloat16 stage 2 buckets", "nan"),
-                                        ("bfloat16 stage 2 local", "inf"),
-                                        ("float32 stage 2", "inf"), ("float32 stage 2 offload", "inf")])
-def test_one_bad_element_on_one_rank_skips_the_step_on_all(report, way, value):
-    result, ranks = report[f"{way} {value}"], report["ranks"]
-    assert result["applied"] == [ranks, 0, ranks, ranks]
-    assert result["norms"][1] == float("inf") and result["moved_by_poison"] == 0
-    assert result["furthest"][way] == 0  # the steps after it are as if it had never been
-
-
-def test_kernels_of_our_own_train_as_plain_pytorch(report):
-    """Fused blocks, gradients accumulated by the matmuls, fused AdamW, and a step skipped for one NaN; in Triton's
-    interpreter, which truncates to bfloat16 instead of rounding. Seen: 2.9% of the way; norms to 0.4%."""
-    result, ranks, norms = report["small fused nan"], report["ranks"], report["small plain"]["norms"]
-    assert result["applied"] == [ranks, 0, ranks] and result["moved_by_poison"] == 0
-    assert result["norms"][1] == float("inf")
-    assert result["apart"]["small plain"] < 0.05
-    assert result["norms"][:1] + result["norms"][2:] == pytest.approx(norms, rel=1e-2)
-    # The third one is recomputed
-    for way in ("local", "stage 3", "stage 3 local", "own", "closed stage 3", "closed own"):
-        other = report[f"small fused {way}"]
-        assert other["apart"]["small plain"] < 0.05 and other["applied"] == [ranks] * 2
-        assert other["norms"] == pytest.approx(norms, rel=1e-2)
-
-
-def test_a_sample_while_training_is_that_of_a_plain_model_with_these_weights(report):
-    """In every way: with a KV cache, while weights are gathered for each token, blocks are fused or compiled, and
-    activations recomputed. That training goes on as without it is what all others here see."""
-    ways = {way: result for way, result in report.items() if way != "ranks" and "plain" not in way}
-    assert len(ways) > 30 and all(len(result["sample"]) == 13 for result in ways.values())
-    assert {way: r["sample"] for way, r in ways.items()} == {way: r["wanted_sample"] for way, r in ways.items()}
-
-
-@pytest.mark.parametrize("way, scales, applied", [
-    ("stage 2", [256, 256, 512, 512, 1024], [1, 1, 1, 1, 1]),
-    ("stage 3", [256, 256, 512, 512, 1024], [1, 1, 1, 1, 1]),
-    ("stage 2 static", [128, 128, 128, 128, 128], [1, 1, 1, 1, 1]),
-    ("stage 2 inf", [256, 128, 128, 128, 256, 256], [1, 0, 1, 1, 1, 1]),
-    ("stage 3 inf", [256, 128, 128, 128, 256, 256], [1, 0, 1, 1, 1, 1])])
-def test_float16_is_plain_pytorch_while_the_loss_scale_grows(report, way, scales, applied):
-    """The scale after each step: doubled after the third good one and each second one
-    from there, halved by a bad one. Seen: 0.4% of the way."""
-    result = report[f"float16 {way}"]
+@pytest.mark.parametrize(
+    "name, scales, applied",
+    [
+        ("stage 2", [256, 256, 512, 512, 1024], [1, 1, 1, 1, 1]),
+        ("stage 3", [256, 256, 512, 512, 1024], [1, 1, 1, 1, 1]),
+        ("stage 2 static", [128, 128, 128, 128, 128], [1, 1, 1, 1, 1]),
+        ("stage 2 inf", [256, 128, 128, 128, 256, 256], [1, 0, 1, 1, 1, 1]),
+        ("stage 3 inf", [256, 128, 128, 128, 256, 256], [1, 0, 1, 1, 1, 1]),
+    ],
+)
+def test_float16_is_plain_pytorch_while_the_loss_scale_grows(trained, ranks, name, scales, applied):
+    """The scale after each step: doubled after the third good one and each second one from there, halved
+    by a bad one. Seen: 0.4% of the way."""
+    results = trained("float16")
+    result = results[name]
     assert result["scales"] == scales
-    assert result["applied"] == [report["ranks"] * a for a in applied]
-    assert result["moved_by_poison"] == (0 if way.endswith("inf") else None)
+    assert result["applied"] == [ranks * number for number in applied]
     assert result["apart"]["plain unclipped"] < 0.01
-    good = [norm for norm, a in zip(result["norms"], applied) if a]
-    assert good == pytest.approx(report["plain unclipped"]["norms"], rel=1e-3)
-    if way == "stage 2":  # what guards look at has no loss scale in it
+    good = [norm for norm, number in zip(result["norms"], applied) if number]
+    assert good == pytest.approx(results["plain unclipped"]["norms"], rel=1e-3)
+    if name == "stage 2":  # what guards look at has no loss scale in it
         assert result["seen"] == pytest.approx(good, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "group, name", [(name, way.name) for name, way in EVERY_WAY if way.poison is not None]
+)
+def test_one_bad_element_on_one_rank_skips_the_step_on_all(trained, ranks, group, name):
+    results = trained(group)
+    result = results[name]
+    steps = GROUPS[group].steps
+    assert result["applied"] == [ranks, 0] + [ranks] * (steps - 1)
+    assert result["norms"][1] == float("inf")
+    assert result["moved_by_poison"] == 0
+
+
+@pytest.mark.parametrize(
+    "group, name, without",
+    [
+        ("float32", "stage 2 inf", "stage 2"),
+        ("float32", "stage 2 offload inf", "stage 2 offload"),
+        ("bfloat16", "stage 2 buckets inf", "stage 2 buckets"),
+        ("bfloat16", "stage 2 buckets nan", "stage 2 buckets"),
+        ("bfloat16", "stage 2 local inf", "stage 2 local"),
+    ],
+)
+def test_steps_after_a_bad_one_are_as_if_it_had_never_been(trained, group, name, without):
+    """To the last bit."""
+    assert trained(group)[name]["furthest"][without] == 0
+
+
+def test_our_gradient_path_without_clipping_is_deepspeeds_own_to_the_last_bit(trained):
+    results = trained("bfloat16")
+    result = results["stage 2 unclipped"]
+    assert result["furthest"]["own unclipped"] == 0
+    assert result["norms"] == pytest.approx(results["own unclipped"]["norms"], rel=1e-6)
+
+
+def test_buckets_of_any_size_give_the_same_weights(trained):
+    """To the last bit."""
+    assert trained("bfloat16")["stage 2 buckets"]["furthest"]["stage 2"] == 0
+
+
+def test_offload_in_pieces_gives_the_same_weights(trained):
+    """PyTorch's AdamW for both: to the last bit."""
+    results = trained("bfloat16")
+    result = results["stage 2 local offload"]
+    assert result["furthest"]["stage 2 local"] == 0
+    assert result["norms"] == results["stage 2 local"]["norms"]
+
+
+@pytest.mark.parametrize(
+    "group, name, released",
+    [
+        ("float32", "stage 3 released", True),
+        ("float32", "zero3 offload", True),
+        ("bfloat16", "stage 3 released", True),
+        # Ours releases all parameters after each step, if there are several ranks
+        ("float32", "stage 3", "on several ranks"),
+    ],
+)
+def test_stage_3_has_released_its_parameters(trained, ranks, group, name, released):
+    expected = PARAMETERS
+    if released == "on several ranks" and ranks == 1:
+        expected = 0
+    assert trained(group)[name]["released"] == expected
+
+
+@pytest.mark.parametrize(
+    "group, way", EVERY_WAY, ids=[f"{group}-{way.name}" for group, way in EVERY_WAY]
+)
+def test_every_way_takes_its_path_and_computes_what_its_weights_say(trained, group, way):
+    """A sample after the first step and losses after the last one are those of a plain model with these weights.
+
+    Samples come from a KV cache, while weights are gathered for each token, blocks are fused or compiled,
+    and activations recomputed. That training goes on as without them is what all other tests see.
+    """
+    result = trained(group)[way.name]
+    assert result["is_ours"] is way.ours
+    assert result["keys_moved"] == 0
+    assert result["sample"] == result["wanted_sample"] and len(result["sample"]) == 13
+    bound = {"float32": 1e-5, "float16": 0.01, "bfloat16": 0.05}[way.dtype]
+    assert result["evaluated"] == pytest.approx(result["wanted_losses"], abs=bound)
+    assert result["stale"] == 0
 
 
 def test_the_norm_of_many_gradients_is_right_on_a_cpu(monkeypatch):

@@ -21,7 +21,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from muon_reference import PlainMuon, by_singular_values
-from zero_training import ADAM, RELEASED, initialize, paths, set_rates, weights
+from zero_training import ADAM, initialize, paths, set_rates, weights
+from zero_ways import RELEASED
 
 from model import GPT, Block, GPTConfig
 from runtime.cluster.join import join_process_group
