@@ -42,7 +42,7 @@ def find_model(
     if init_from == "resume":
         tag, source = source_of_tag(out_dir, tag)
     else:
-        source = source_of_weights(init_from, dataset)
+        source = source_of_weights(init_from, tag, dataset)
 
     def load(device: str, dtype: torch.dtype) -> GPT:
         if init_from == "resume":
@@ -65,13 +65,19 @@ def source_of_tag(out_dir: str, tag: str | None) -> tuple[str, Source]:
     return tag, Source(f"{out_dir}/{tag}", description, data)
 
 
-def source_of_weights(init_from: str, dataset: str | None) -> Source:
-    """Return the Source of weights that GPT.from_pretrained takes. Raises UserError."""
+def source_of_weights(init_from: str, tag: str | None, dataset: str | None) -> Source:
+    """Return the Source of weights that GPT.from_pretrained takes.
+
+    tag: the setting, which such weights don't have. Raises UserError.
+    """
     # What has another way, or none
     run = parse_run_path(init_from)
     if run:
         raise UserError(f"init_from={init_from} has checkpoints of train_deepspeed.py: use "
                         f"--out_dir={run[0]} --tag={run[1]}")
+    if tag is not None:
+        raise UserError(f"tag={tag} is a checkpoint of out_dir, and init_from={init_from} names "
+                        "other weights: drop one of the two")
     if not hasattr(GPTConfig, "from_weights"):  # a model.py of others
         raise UserError(no_weights(init_from, GPTConfig.__module__))
     # The sizes, before anything is downloaded

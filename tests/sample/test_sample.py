@@ -13,6 +13,7 @@ from transformers.generation import logits_process
 from model import GPT, sample_token
 from runtime.checkpoint.manifest import sign_manifest
 from runtime.data.tokenizer import tokenizer_of
+from runtime.errors import UserError
 from runtime.export.hf import char_tokenizer
 from runtime.sample import generate as texts
 from runtime.sample.generate import escape_note
@@ -135,6 +136,12 @@ def test_only_a_terminal_gets_escapes_instead_of_control_characters(theirs, char
     for end in (master, slave):
         os.close(end)
     assert launch(ROOT / "sample.py", *args).stdout.endswith("\n\na\x1b\nb\x9bc\n")
+
+
+def test_a_tag_is_refused_where_it_would_be_ignored():
+    with pytest.raises(UserError, match="^tag=best is a checkpoint of out_dir, and init_from=gpt2 names other weights: "
+                                        "drop one of the two$"):
+        find_model("gpt2", "out", "best", None)
 
 
 @pytest.mark.parametrize("vocab_size, eos, end", [(28, 3, 3), (50257, [3, 4], 3), (50304, None, None), (28, [], None)])
