@@ -54,7 +54,9 @@ def check_card(dataset: str) -> None:
 
 def has_text(text: str | None) -> bool:
     """Return whether a document is more than white space."""
-    return bool(text) and not text.isspace()
+    if not text:
+        return False
+    return not text.isspace()
 
 
 def read_rows(args: argparse.Namespace) -> Iterator[Row]:

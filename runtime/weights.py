@@ -281,9 +281,8 @@ def check_sizes(source: str, config: Any) -> None:
     width = config.n_embd
     n_params = (config.vocab_size + config.block_size) * width + config.n_layer * 12 * width**2
     # What there is
-    if os.path.isfile(source):
-        files = [source]
-    else:
+    files = [Path(source)]
+    if not os.path.isfile(source):
         files = weight_files(source)
     n_bytes = 0
     for file in files:

@@ -10,7 +10,7 @@ import itertools
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -62,7 +62,7 @@ def prepare(
         if tokenizer["kind"] == "hf":
             coverage.report(coverage.measure(tokenizer, reader.sample.texts()))
         # Only now all characters are known
-        tokens = [stored[split, "ids"].view(dtype) for split in SPLITS]
+        tokens: list[Any] = [stored[split, "ids"].view(dtype) for split in SPLITS]
         if tokenizer["kind"] == "char":
             tokenizer, tokens = number_characters(tokens, end, is_chat)
             vocab_size = len(tokenizer["chars"])
@@ -73,8 +73,8 @@ def prepare(
             "sha256": reader.digest.hexdigest(),
             "bytes": reader.bytes,
         }
-        masks = {}
-        details = {"documents": reader.counts, "options": options}
+        masks: dict[str, Any] = {}
+        details: dict[str, Any] = {"documents": reader.counts, "options": options}
         if reader.chats is not None:
             masks = {f"{split}_mask.bin": [stored[split, "mask"]] for split in SPLITS}
             details["template"] = TEMPLATE
@@ -98,8 +98,8 @@ def end_of_documents(tokenizer: dict[str, Any], is_chat: bool) -> int | None:
 
 
 def number_characters(
-    tokens: list[np.ndarray], end: int, is_chat: bool
-) -> tuple[dict[str, Any], list[Iterator[np.ndarray]]]:
+    tokens: list[np.ndarray], end: int | None, is_chat: bool
+) -> tuple[dict[str, Any], list[Iterable[np.ndarray]]]:
     """Return the "tokenizer" of the characters that are there, and the tokens as its ids.
 
     tokens: the code points of each split. end: the code point that ends an answer.
@@ -110,11 +110,13 @@ def number_characters(
         used[points] = True
     ids = np.cumsum(used, dtype=np.uint32) - 1  # of each code point, if it is used
     chars = "".join(map(chr, np.flatnonzero(used)))
-    tokenizer = {"kind": "char", "chars": chars}
+    tokenizer: dict[str, Any] = {"kind": "char", "chars": chars}
     if is_chat:
         tokenizer["end_of_text"] = int(ids[end])
     # Slice by slice, as they are written
-    numbered = [map(ids.__getitem__, slices(points)) for points in tokens]
+    numbered: list[Iterable[np.ndarray]] = []
+    for points in tokens:
+        numbered.append(map(ids.__getitem__, slices(points)))
     return tokenizer, numbered
 
 
@@ -236,11 +238,12 @@ class Reader:
         except (ValueError, UserError) as error:
             if self.skip_unreadable:
                 return "unreadable", b"", True
+            reason = str(error)
             if kind == "text" and isinstance(error, UnicodeDecodeError):
                 at += error.start  # one offset, not two to add up
-                error = f"byte 0x{record[error.start]:02x} isn't UTF-8 ({error.reason})"
+                reason = f"byte 0x{record[error.start]:02x} isn't UTF-8 ({error.reason})"
             place = place_of(file, kind, number, at)
-            raise UserError(f"{place}: {error}; correct it, or skip such documents with "
+            raise UserError(f"{place}: {reason}; correct it, or skip such documents with "
                             "--skip_unreadable") from None
         if not text:
             return "empty", text, ends
@@ -306,11 +309,11 @@ def tokenize(
                 files[key].write(content)
 
     # Seconds between two reports of the progress
-    pace = 60
+    pace = 60.0
     if sys.stderr.isatty():
         pace = 0.1
     bar = tqdm(rows, "tokenizing", unit=" MB", delay=pace, mininterval=pace, maxinterval=60)
-    pending = collections.deque()  # rows that are encoded, in order
+    pending: collections.deque[Future] = collections.deque()  # rows that are encoded, in order
     # The tokenizers don't hold Python's lock, so threads are enough
     with ThreadPoolExecutor(workers) as pool:
         for row in bar:
@@ -338,14 +341,13 @@ def encode(
     """
     encoded = {key: bytearray() for key in KEYS}
     for split, text in row:
-        mask = []
-        if is_chat:
-            ids = []
-            if text:
-                ids, mask = encode_conversation(json.loads(text), to_ids, end)
+        mask: Sequence[int] = []
+        ids: Sequence[int | None] | np.ndarray = []
+        if is_chat and text:
+            ids, mask = encode_conversation(json.loads(text), to_ids, end)
         elif text:
             ids = to_ids(text.decode())
-        else:
+        elif not is_chat:  # a document ends
             ids = [end]
         encoded[split, "ids"] += np.array(ids, dtype).tobytes()
         encoded[split, "mask"] += bytes(mask)

@@ -53,7 +53,7 @@ def _speeches(markdown: str) -> list[list[str]]:
     page_title = None  # the known text has this one heading, before every scene of the play
     if markdown.startswith("# Henry VI, Part 3"):
         page_title = "3 KING HENRY VI"
-    speeches = []
+    speeches: list[list[str]] = []
     mute = False  # a speech that opens with a direction has lost its words in the known text
     for paragraph in re.split(r"\n\s*\n", markdown):
         if paragraph.startswith("#"):

@@ -28,7 +28,7 @@ VERSION = 1
 HEADER_NUMBERS = 256  # of int32
 HEADER_BYTES = 4 * HEADER_NUMBERS
 # Types of files without a header
-RAW_DTYPES = {**DTYPES, "int32": np.dtype("<i4"), "int64": np.dtype("<i8")}
+RAW_DTYPES: dict[str, np.dtype] = {**DTYPES, "int32": np.dtype("<i4"), "int64": np.dtype("<i8")}
 # What NumPy raises for the header of a damaged file
 NUMPY_ERRORS = (ValueError, TypeError, OverflowError, MemoryError, RecursionError, SyntaxError)
 NUMBER_0 = re.compile(r"(?<!\d)0+\.\w+$")  # early llm.c: for validation
@@ -51,7 +51,7 @@ def split_shards(files: list[str]) -> dict[str, list[str]]:
     are.
     """
     # The file's own name counts more than that of its folder
-    by_split = {"train": [], "val": [], "test": []}
+    by_split: dict[str, list[str]] = {"train": [], "val": [], "test": []}
     for file in files:
         folder, name = os.path.split(os.path.normpath(file))
         split = split_said(name) or split_said(os.path.basename(folder))
@@ -191,4 +191,4 @@ def shard_file(path: str) -> TokenFile:
     expected = HEADER_BYTES + 2 * tokens
     if size != expected:
         raise ValueError(f"it has {size:,} bytes, but its {tokens:,} tokens take {expected:,}")
-    return TokenFile(path, tokens, HEADER_BYTES, DTYPES["uint16"])
+    return TokenFile(path, tokens, HEADER_BYTES, RAW_DTYPES["uint16"])

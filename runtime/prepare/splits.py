@@ -69,7 +69,7 @@ def choose_splits(files: list[str], val_files: list[str], fraction: float | None
     if by_split["none"]:
         note += f"; {shown(by_split['none'])} for training"
     kept = set(others)
-    ordered = [(file, "val") for file in chosen]
+    ordered: list[tuple[str, str | None]] = [(file, "val") for file in chosen]
     ordered += [(file, "train") for file in files if file in kept]
     return SplitFiles(ordered, "names", f"{note} (--val_fraction=0.1 splits all documents instead)")
 
@@ -94,7 +94,7 @@ def split_as_asked(files: list[str], val_files: list[str], fraction: float | Non
             f"{says}, and --val doesn't name it, so it is trained on: name the files to train on "
             "instead of their folder to leave it out"
         )
-    ordered = [(file, "val") for file in val_files]
+    ordered: list[tuple[str, str | None]] = [(file, "val") for file in val_files]
     ordered += [(file, "train") for file in train_files]
     return SplitFiles(ordered, "val", note)
 
@@ -108,7 +108,7 @@ def split_by_names(files: list[str]) -> dict[str, list[str]]:
     common = ""
     if folders:
         common = os.path.commonpath(folders)
-    by_split = {"train": [], "val": [], "test": [], "none": []}
+    by_split: dict[str, list[str]] = {"train": [], "val": [], "test": [], "none": []}
     for file in files:
         by_split[split_of(file, common)].append(file)
     return by_split

@@ -189,8 +189,11 @@ def without_descriptions(files: list[str]) -> list[str]:
     """
     with_state = {os.path.dirname(file) for file in files if os.path.basename(file) == "state.json"}
     with_arrow = {os.path.dirname(file) for file in files if file.endswith(".arrow")}
-    data = {folder: data_files(folder) for folder in with_state & with_arrow}
-    data = {folder: names for folder, names in data.items() if names is not None}
+    data = {}  # of each folder of save_to_disk, the names of its data files
+    for folder in with_state & with_arrow:
+        names = data_files(folder)
+        if names is not None:
+            data[folder] = names
     above = {os.path.dirname(folder) for folder in data}  # the folders of several splits
 
     # Leave out caches beside the data, and descriptions there and above

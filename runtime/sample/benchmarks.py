@@ -38,7 +38,7 @@ def read_rows(
             context, endings, label = parts_of(task, parse_json(line))
             own = rows_of(context, endings, encode, block_size)
         except LINE_ERRORS as error:
-            reason = error
+            reason = str(error)
             if isinstance(error, LookupError):
                 reason = f"there is no {error}"
             raise UserError(f"{path}, line {number} can't be scored ({reason}): give "
