@@ -109,3 +109,35 @@ def test_the_shell_script_trains_after_its_reader_has_ended(characters, tmp_path
                           env={**os.environ, "PYTHON": sys.executable, "DS_ACCELERATOR": "cpu"})
     assert done.returncode == 0 and "final" in TagStore(tmp_path / "out").list()
     assert done.stdout.startswith("No CUDA GPU ") and len(done.stdout.splitlines()) == 1
+
+
+EXPLAINED = """
+import io, sys
+from runtime.errors import UserError
+from runtime.output import Explainer, explain_uncaught
+
+explain_uncaught(Explainer.LOST_RANK, lambda error: "a rank is lost" if "NCCL" in str(error) else None)
+ours = sys.excepthook
+def drops_what_ours_prints(*args):  # as PyTorch's does if ours exits
+    out, sys.stderr = sys.stderr, io.StringIO()
+    try:
+        ours(*args)
+        out.write("[rank0]: " + sys.stderr.getvalue())
+    finally:
+        sys.stderr = out
+sys.excepthook = drops_what_ours_prints
+explain_uncaught(Explainer.OUT_OF_MEMORY, lambda error: "too much memory" if "memory" in str(error) else None)
+raise {error}
+"""
+
+
+@pytest.mark.parametrize("error, code, line", [
+    ("RuntimeError('NCCL: out of memory')", 1, "too much memory"), ("RuntimeError('NCCL')", 1, "a rank is lost"),
+    ("UserError('a mistake')", 2, "a mistake"),
+    ("ValueError('a bug')", 1, "[rank0]: Traceback (most recent call last):")])
+def test_uncaught_errors_are_explained_in_one_order(error, code, line):
+    """Whoever has come last, and also if another hook was put above ours meanwhile."""
+    command = [sys.executable, "-c", EXPLAINED.format(error=error)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr.splitlines()[0]) == (code, "", line)
+    assert "Traceback" in line or done.stderr.count("\n") == 1
