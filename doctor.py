@@ -53,6 +53,7 @@ class Row(NamedTuple):
 
 
 def ok(name: str, detail: str) -> Row:
+    """Return the row of a check that has found nothing to fix."""
     return Row(OK, name, detail, "")
 
 
