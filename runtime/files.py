@@ -72,7 +72,7 @@ def name_in_error(path: str | os.PathLike) -> Iterator[None]:
     except OSError as error:
         if error.errno is None or error.filename is not None:
             raise
-        raise type(error)(error.errno, error.strerror, str(path)) from error
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def create_new(path: str | os.PathLike) -> BinaryIO:
