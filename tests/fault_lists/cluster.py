@@ -199,4 +199,16 @@ if False:
         new="dist.broadcast(votes, 0)",
         test="cluster/test_stops.py::test_a_stop_after_an_evaluation_that_saved_nothing_saves",
     ),
+    Fault(
+        subject="uncaught errors",
+        description="they are explained by whoever has come first",
+        file="runtime/output.py",
+        function="ExplainingHook.__call__",
+        old="sorted(EXPLAINERS)",
+        new="EXPLAINERS",
+        test=(
+            "cluster/test_output.py::test_uncaught_errors_are_explained_in_one_order["
+            "RuntimeError('NCCL: out of memory')-1-too much memory]"
+        ),
+    ),
 ]

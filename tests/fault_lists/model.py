@@ -312,4 +312,13 @@ FAULTS = [
         new="evaluate_and_save()\ntag_is_settled = True",
         test="cluster/test_stops.py::test_a_stop_after_an_evaluation_that_saved_nothing_saves",
     ),
+    Fault(
+        subject="options, tag",
+        description="--tag is accepted beside --init_from, and ignored",
+        file="runtime/sample/source.py",
+        function="source_of_weights",
+        old="tag is not None",
+        new="False",
+        test="sample/test_sample.py::test_a_tag_is_refused_where_it_would_be_ignored",
+    ),
 ]
