@@ -22,9 +22,9 @@ class Fault:
     does. file: below the project's folder. function: `name`, `Class.method`, or MODULE; None for a
     file that isn't Python. old: what is in that function once: an expression, some operands of a
     longer `and` or `or`, an argument such as `flush=True`, or statements; in other files, a text,
-    in which any white space is like any other. new: what is there instead. test: the pytest id,
-    below tests/, of the test that fails then. gpus: that the test needs. quick: whether
-    test_faults.py plants it, too.
+    in which any white space is like any other. new: what is there instead. test: the pytest id of
+    the test that fails then, from tests/ on, or for an example from the project's folder on. gpus:
+    that the test needs. quick: whether test_faults.py plants it, too.
     """
 
     subject: str
@@ -36,6 +36,13 @@ class Fault:
     test: str
     gpus: int = 0
     quick: bool = False
+
+    @property
+    def test_path(self) -> str:
+        """The pytest id of the test, from the project's folder."""
+        if self.test.startswith("examples/"):
+            return self.test
+        return f"tests/{self.test}"
 
 
 class NoPlaceError(Exception):
@@ -52,8 +59,8 @@ def plant(fault: Fault, source: str) -> str:
         where = f"{fault.function} of {fault.file}"
     if len(spans) != 1:
         raise NoPlaceError(
-            f"the fault {fault.subject!r} needs its place once, and {where} has {len(spans)} times: "
-            f"{fault.old}"
+            f"the fault {fault.subject!r} needs its place once, and {where} has {len(spans)} "
+            f"times: {fault.old}"
         )
     start, end, indent = spans[0]
     content = source.encode()
@@ -140,7 +147,7 @@ def find_function(tree: ast.Module, fault: Fault) -> list[ast.stmt]:
 
 
 def definitions(statements: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Yield the functions and classes that these statements define, but not those inside of them."""
+    """Yield the functions and classes of these statements, but not those inside of them."""
     waiting = list(statements)
     while waiting:
         node = waiting.pop()

@@ -18,4 +18,4 @@ os.chdir(Path(__file__).resolve().parent.parent)
 import pytest
 
 options = ["-o", "addopts=-q -rf", "-x", "-p", "no:cacheprovider"]
-sys.exit(pytest.main([*options, *(f"tests/{test}" for test in sys.argv[1:])]))
+sys.exit(pytest.main([*options, *sys.argv[1:]]))

@@ -1,10 +1,10 @@
 """Planted faults: bugs that a refactoring could bring in, and the test that catches each.
 
-    python tests/faults.py                       plant each fault in a copy of the project, and run its test there
+    python tests/faults.py                       plant each in a copy, and run its test there
     python tests/faults.py --only clipping LoRA  those of some subjects
     python tests/faults.py --quick               those that CI plants, by tests/test_faults.py
-    python tests/faults.py --check               first see that all of these tests pass without a fault
-    python tests/faults.py --gpus=1              those of the GPU suite; with --gpus=2, those that take two GPUs
+    python tests/faults.py --check               first see that all tests pass without a fault
+    python tests/faults.py --gpus=1              those of the GPU suite; --gpus=2: on two GPUs
     python tests/faults.py --table               print the table of tests/README.md
 
 The faults are in fault_lists/. One counts as caught if its test fails. An error in a fixture, a
@@ -94,7 +94,7 @@ def run_tests(
 def caught(fault: Fault) -> tuple[bool, float, str]:
     """Plant a fault. Return whether its test fails, the seconds, and pytest's output."""
     began = time.monotonic()
-    done = run_tests([fault.test], fault, fault.gpus)
+    done = run_tests([fault.test_path], fault, fault.gpus)
     failed = done.returncode == 1 and re.search(r"^FAILED ", done.stdout, re.M) is not None
     return failed, time.monotonic() - began, done.stdout + (done.stderr or "")
 
@@ -140,7 +140,9 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", metavar="SUBJECT", help="the faults of these subjects")
     parser.add_argument("--quick", action="store_true", help="those that CI plants")
     parser.add_argument("--check", action="store_true", help="first run all tests without a fault")
-    parser.add_argument("--table", action="store_true", help="print tests/README.md's table and end")
+    parser.add_argument(
+        "--table", action="store_true", help="print tests/README.md's table and end"
+    )
     parser.add_argument("--gpus", type=int, default=0, choices=(0, 1, 2), help="the GPU suite's")
     args = parser.parse_args()
     faults = chosen_faults(parser, args)
@@ -148,7 +150,7 @@ def main() -> int:
         print(table(faults))
         return 0
     if args.check:
-        done = run_tests(list(dict.fromkeys(fault.test for fault in faults)), gpus=args.gpus)
+        done = run_tests(list(dict.fromkeys(fault.test_path for fault in faults)), gpus=args.gpus)
         if done.returncode:
             print(f"without any fault:\n{done.stdout}", file=sys.stderr)
             return 1

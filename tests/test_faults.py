@@ -20,8 +20,8 @@ THERE = [
 def test_a_fault_has_its_place_and_its_test(fault):
     source = (ROOT / fault.file).read_text(encoding="utf-8")
     assert plant(fault, source) != source  # or a NoPlaceError says what is missing
-    file, name = re.fullmatch(r"([\w/]+\.py)::(test_\w+)(?:\[.+\])?", fault.test).groups()
-    assert f"\ndef {name}(" in (ROOT / "tests" / file).read_text(encoding="utf-8")
+    file, name = re.fullmatch(r"([\w/]+\.py)::(test_\w+)(?:\[.+\])?", fault.test_path).groups()
+    assert f"\ndef {name}(" in (ROOT / file).read_text(encoding="utf-8")
 
 
 @pytest.mark.long
@@ -102,7 +102,12 @@ def test_a_place_is_found_however_it_is_laid_out(function, old, new, expected):
 @pytest.mark.parametrize(
     "function, old, new, sentence",
     [
-        ("total", "max(sizes)", "0", "needs its place once, and total of sums.py has 0 times: max("),
+        (
+            "total",
+            "max(sizes)",
+            "0",
+            "needs its place once, and total of sums.py has 0 times: max(",
+        ),
         ("total", "sizes", "0", "needs its place once, and total of sums.py has 4 times: sizes"),
         ("total", "sum(sizes)", "return", "has 0 times: sum(sizes)"),
         ("Counter.add", "1", "2", "needs Counter.add in sums.py once, and add is there 0 times"),

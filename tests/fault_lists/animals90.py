@@ -23,7 +23,9 @@ FAULTS = [
         function=MODULE,
         old='"running" in name',
         new='"none" in name',
-        test="test_animals90.py::test_all_ranks_end_with_the_same_statistics",
+        test=(
+            "examples/animals90/tests/test_training.py::test_all_ranks_end_with_the_same_statistics"
+        ),
     ),
     Fault(
         subject="animals90, recomputing",
@@ -32,7 +34,10 @@ FAULTS = [
         function="BatchNorm.forward",
         old="0.0 if recomputing else self.momentum",
         new="self.momentum",
-        test="test_animals90.py::test_recomputed_activations_move_the_statistics_once",
+        test=(
+            "examples/animals90/tests/test_network.py::"
+            "test_recomputed_activations_move_the_statistics_once"
+        ),
     ),
     Fault(
         subject="animals90, skipped steps",
@@ -42,7 +47,7 @@ FAULTS = [
         old="engine.was_step_applied()",
         new="1",
         test=(
-            "test_animals90.py::"
+            "examples/animals90/tests/test_training.py::"
             "test_a_skipped_step_is_none_of_the_schedule_and_statistics_stay_float32"
         ),
     ),
@@ -53,7 +58,10 @@ FAULTS = [
         function="read_recipe",
         old='optimizer.get("type") == "Adam"',
         new="False",
-        test="test_animals90.py::test_the_json_says_which_adam_and_whether_there_is_a_warmup",
+        test=(
+            "examples/animals90/tests/test_training.py::"
+            "test_the_json_says_which_adam_and_whether_there_is_a_warmup"
+        ),
     ),
     Fault(
         subject="animals90, steps",
@@ -63,7 +71,8 @@ FAULTS = [
         old="settings.batch_size * ranks.world_size * accumulation",
         new="settings.batch_size * ranks.world_size",
         test=(
-            "test_animals90.py::test_each_picture_is_there_once_and_all_ranks_have_as_many_batches"
+            "examples/animals90/tests/test_pictures.py::"
+            "test_each_picture_is_there_once_and_all_ranks_have_as_many_batches"
         ),
     ),
     Fault(
@@ -74,7 +83,8 @@ FAULTS = [
         old="self.batches_per_epoch * stride",
         new="self.batches_per_epoch * stride - size",
         test=(
-            "test_animals90.py::test_each_picture_is_there_once_and_all_ranks_have_as_many_batches"
+            "examples/animals90/tests/test_pictures.py::"
+            "test_each_picture_is_there_once_and_all_ranks_have_as_many_batches"
         ),
     ),
     Fault(
@@ -84,7 +94,10 @@ FAULTS = [
         function="BatchNorm._apply",
         old="t.to(fn(t).device)",
         new="fn(t)",
-        test="test_animals90.py::test_statistics_stay_in_float32_in_half_precision",
+        test=(
+            "examples/animals90/tests/test_network.py::"
+            "test_statistics_stay_in_float32_in_half_precision"
+        ),
     ),
     Fault(
         subject="animals90, other ranks",
@@ -94,7 +107,8 @@ FAULTS = [
         old='state["saved_by"] != new["saved_by"]',
         new="False",
         test=(
-            "test_animals90.py::test_another_number_of_ranks_takes_the_weights_of_the_newest_epoch"
+            "examples/animals90/tests/test_resuming.py::"
+            "test_another_number_of_ranks_takes_the_weights_of_the_newest_epoch"
         ),
     ),
     Fault(
@@ -104,6 +118,6 @@ FAULTS = [
         function="json_text",
         old="json.dumps(without_nan(value), indent=1, allow_nan=False)",
         new="json.dumps(value, indent=1)",
-        test="test_animals90.py::test_a_loss_that_is_not_finite_is_null_in_the_files",
+        test="examples/animals90/tests/test_training.py::test_a_loss_that_is_not_finite_is_null_in_the_files",
     ),
 ]

@@ -1,4 +1,4 @@
-"""Planted faults in the training script, the model and what it is sampled, loaded and exported with."""
+"""Planted faults in the training script and the model, and in sampling, loading and export."""
 
 from fault_places import MODULE, Fault
 
