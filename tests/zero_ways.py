@@ -1,6 +1,7 @@
 """The ways of test_zero.py to train a tiny model, a group of ways for each of its questions.
 
-zero_worker.py trains all ways of a group in one launch, and in plain PyTorch over the same sequences.
+zero_worker.py trains all ways of a group in one launch, and in plain PyTorch over the same
+sequences.
 """
 
 from dataclasses import dataclass, field, replace
@@ -43,13 +44,13 @@ class Way:
     name: unique in its group. stage: ZeRO's. zero, config: what else the DeepSpeed JSON has, in its
     "zero_optimization" and beside it. clip: the largest norm; 0: no clipping.
 
-    ours: whether our gradients and step are to take the place of DeepSpeed's. forced: in spite of a
-    JSON with which ours fit, take DeepSpeed's. local: each rank sums its micro-steps first. kernels:
-    the blocks run on our kernels, "chained" or, with a hook, "closed".
+    ours: whether our gradients and step are to take the place of DeepSpeed's. forced: take
+    DeepSpeed's in spite of a JSON with which ours fit. local: each rank sums its micro-steps first.
+    kernels: the blocks run on our kernels, "chained" or, with a hook, "closed".
 
     recomputed: activations are recomputed in backward. compiled: by dynamo and autograd as with
-    inductor, which would need a compiler. masked: the loss scale is that of data in which few tokens
-    are targets.
+    inductor, which would need a compiler. masked: the loss scale is that of data in which few
+    tokens are targets.
 
     poison: after the first step there is one more, in which one element of one gradient is that, on
     the last rank alone and in the middle micro-step alone.

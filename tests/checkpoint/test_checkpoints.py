@@ -166,6 +166,23 @@ def test_a_tag_without_a_file_is_skipped_and_other_files_stay(train, whole, tmp_
     assert back.losses == whole(2).losses and (out_dir / "iter_6" / "weights.pt").exists()
 
 
+def test_two_damaged_tags_of_which_each_rank_finds_one_are_skipped(train, whole, tmp_path):
+    """Rank 0 hashes the first file of a tag, and rank 1 the second one. The run goes on from the third newest tag."""
+    out_dir = shutil.copytree(whole(2).out_dir, tmp_path / "out",
+                              ignore=shutil.ignore_patterns("best", "final"))
+    for tag, number in (("iter_8", 0), ("iter_6", 1)):
+        name = list(TagStore(out_dir).find(tag).manifest["files"])[number]
+        content = bytearray((out_dir / tag / name).read_bytes())
+        content[len(content) // 2] ^= 1
+        (out_dir / tag / name).write_bytes(content)
+    run = done(train(*EIGHT, stage(2), "--init_from=resume", ranks=2, out_dir=out_dir))
+    for tag in ("iter_8", "iter_6"):
+        assert f"skipping {out_dir}/{tag}: {out_dir}/{tag}/" in run.stdout
+        assert (out_dir / f"{tag}.damaged").is_dir()
+    assert f"resuming from {out_dir}/iter_4, iteration 4" in run.stdout
+    assert run.losses == whole(2).losses and run.evals == whole(2).evals
+
+
 @pytest.mark.parametrize("links", [True, False])
 def test_best_is_on_the_disk_before_it_has_its_name(monkeypatch, disk_calls, whole, tmp_path, links):
     out_dir = shutil.copytree(whole(2).out_dir, tmp_path / "out")

@@ -1,4 +1,5 @@
-"""A tag's files one by one, in this process: on the disk in order, hashed, searched, and cut into padded pieces."""
+"""A tag's files one by one, in this process: on the disk in order, hashed, searched, and cut into
+padded pieces."""
 
 import hashlib
 import json
@@ -56,42 +57,72 @@ def test_a_changed_file_is_found_by_one_of_the_ranks(tmp_path, world_size):
         saved = (tmp_path / name).read_bytes()
         place = saved.index(bytes(36))  # of the tensor
         (tmp_path / name).write_bytes(saved[:place] + b"x" + saved[place + 1 :])
-        (problem,) = [text for rank in range(world_size) for text in verify_files(tmp_path, files, rank, world_size)]
+        (problem,) = [
+            text
+            for rank in range(world_size)
+            for text in verify_files(tmp_path, files, rank, world_size)
+        ]
         assert problem == f"{tmp_path}/{name} has changed since it was saved (its sha256 differs)"
         (tmp_path / name).write_bytes(saved)
 
 
-@pytest.mark.parametrize("name", ["mp_rank_00_model_states.pt", "zero_pp_rank_1_mp_rank_00_optim_states.pt"])
-@pytest.mark.parametrize("content, word", [(Payload("mark"), "posix.mkdir"),
-                                           (see_memory_usage, "deepspeed.runtime.utils.see_memory_usage")])
+@pytest.mark.parametrize(
+    "name", ["mp_rank_00_model_states.pt", "zero_pp_rank_1_mp_rank_00_optim_states.pt"]
+)
+@pytest.mark.parametrize(
+    "content, word",
+    [
+        (Payload("mark"), "posix.mkdir"),
+        (see_memory_usage, "deepspeed.runtime.utils.see_memory_usage"),
+    ],
+)
 def test_no_file_of_a_tag_may_name_what_is_not_allowed(tmp_path, name, content, word):
     """Nor what DeepSpeed's own modules hold beyond the few names of the list."""
     torch.save({"state": content}, tmp_path / name)
     (problem,) = verify_files(tmp_path, {name: file_digest(tmp_path / name)})
     assert problem == f"{tmp_path}/{name} contains {word}, which could run code: not read"
-    torch.save({"state": content}, tmp_path / name, _use_new_zipfile_serialization=False)  # can't be looked into
+    torch.save(
+        {"state": content}, tmp_path / name, _use_new_zipfile_serialization=False
+    )  # can't be looked into
     (problem,) = verify_files(tmp_path, {name: file_digest(tmp_path / name)})
     assert problem.startswith(f"{tmp_path}/{name}")
 
 
 def test_pieces_of_stage_3_are_put_together_without_their_padding(tmp_path):
-    """Parameters of 15, 7 and 3 elements in two groups, by 2 ranks: each is padded by one element."""
+    """Parameters of 15, 7 and 3 elements in two groups, by 2 ranks: each is padded by one."""
     groups = [{"a": torch.Size((3, 5)), "b": torch.Size((7,))}, {"c": torch.Size((3,))}]
-    whole = {kind: {name: torch.rand(shape) for group in groups for name, shape in group.items()}
-             for kind in ("weight", *MOMENTS)}
+    whole = {
+        kind: {name: torch.rand(shape) for group in groups for name, shape in group.items()}
+        for kind in ("weight", *MOMENTS)
+    }
 
     def pieces(kind, rank):
-        padded = [[torch.nn.functional.pad(whole[kind][name].flatten(), (0, 1)) for name in group] for group in groups]
+        padded = [
+            [torch.nn.functional.pad(whole[kind][name].flatten(), (0, 1)) for name in group]
+            for group in groups
+        ]
         return [torch.cat([p.chunk(2)[rank] for p in group]) for group in padded]
 
     for rank in (0, 1):
-        state = {i: {"step": 5, **{kind: pieces(kind, rank)[i] for kind in MOMENTS}} for i in (0, 1)}
-        inner = {"fp32_flat_groups": pieces("weight", rank), "optimizer_state_dict": {"state": state}}
-        model = {"param_shapes": groups, "frozen_param_shapes": None, "shared_params": {"d": "a"},
-                 "module": {"table": torch.arange(3)}, "buffer_names": ["table"]}
+        state = {
+            i: {"step": 5, **{kind: pieces(kind, rank)[i] for kind in MOMENTS}} for i in (0, 1)
+        }
+        inner = {
+            "fp32_flat_groups": pieces("weight", rank),
+            "optimizer_state_dict": {"state": state},
+        }
+        model = {
+            "param_shapes": groups,
+            "frozen_param_shapes": None,
+            "shared_params": {"d": "a"},
+            "module": {"table": torch.arange(3)},
+            "buffer_names": ["table"],
+        }
         for kind, content in (("model", model), ("optim", {"optimizer_state_dict": inner})):
             torch.save(content, tmp_path / f"zero_pp_rank_{rank}_mp_rank_00_{kind}_states.pt")
-    shards = TagReader(tmp_path, {"files": os.listdir(tmp_path), "stage": 3, "world_size": 2, "state": {}})
+    shards = TagReader(
+        tmp_path, {"files": os.listdir(tmp_path), "stage": 3, "world_size": 2, "state": {}}
+    )
     assert shards.step == 5 and list(shards.shapes) == ["a", "b", "c"]
     for kind, tensors in whole.items():
         assert all(torch.equal(shards.get(name, kind), tensor) for name, tensor in tensors.items())

@@ -1,8 +1,8 @@
 """DeepSpeed's stages and our repairs to them against plain PyTorch, on 1 and 2 ranks.
 
 zero_ways.py has the ways to train, in groups. zero_worker.py trains a group in one launch, and says
-what a result holds. Each weight moves by up to 0.017. In half precision, one of nearly no gradient may
-go anywhere, so weights are compared by their distance, in units of the way gone (`apart`).
+what a result holds. Each weight moves by up to 0.017. In half precision, one of nearly no gradient
+may go anywhere, so weights are compared by their distance, in units of the way gone (`apart`).
 """
 
 import json
@@ -45,7 +45,7 @@ def names(group, without=()):
 
 @pytest.mark.parametrize("name", names(FLOAT32))
 def test_float32_is_plain_pytorch(trained, ranks, name):
-    """Seen: 8e-7 at most. Each step is clipped, and leaving that out moves the weights further than any bound."""
+    """Seen: 8e-7 at most. Each step is clipped. Without that, the weights go further."""
     results = trained("float32")
     result = results[name]
     plain = results["plain"]["norms"]
@@ -76,7 +76,8 @@ def test_bfloat16_is_plain_pytorch_to_its_rounding(trained, name):
 def test_kernels_of_our_own_train_as_plain_pytorch(trained, ranks, name):
     """Fused blocks, gradients that matmuls add to sums, fused AdamW.
 
-    Triton's interpreter truncates to bfloat16 instead of rounding. Seen: 2.9% of the way; norms to 0.4%.
+    Triton's interpreter truncates to bfloat16 instead of rounding. Seen: 2.9% of the way; norms to
+    0.4%.
     """
     results = trained("kernels")
     result = results[name]
@@ -97,8 +98,8 @@ def test_kernels_of_our_own_train_as_plain_pytorch(trained, ranks, name):
     ],
 )
 def test_float16_is_plain_pytorch_while_the_loss_scale_grows(trained, ranks, name, scales, applied):
-    """The scale after each step: doubled after the third good one and each second one from there, halved
-    by a bad one. Seen: 0.4% of the way."""
+    """The scale after each step: doubled after the third good one and each second one from there,
+    halved by a bad one. Seen: 0.4% of the way."""
     results = trained("float16")
     result = results[name]
     assert result["scales"] == scales
@@ -178,10 +179,11 @@ def test_stage_3_has_released_its_parameters(trained, ranks, group, name, releas
     "group, way", EVERY_WAY, ids=[f"{group}-{way.name}" for group, way in EVERY_WAY]
 )
 def test_every_way_takes_its_path_and_computes_what_its_weights_say(trained, group, way):
-    """A sample after the first step and losses after the last one are those of a plain model with these weights.
+    """A sample after the first step and losses after the last one are those of a plain model.
 
-    Samples come from a KV cache, while weights are gathered for each token, blocks are fused or compiled,
-    and activations recomputed. That training goes on as without them is what all other tests see.
+    Samples come from a KV cache, while weights are gathered for each token, blocks are fused or
+    compiled, and activations recomputed. That training goes on as without them is what all other
+    tests see.
     """
     result = trained(group)[way.name]
     assert result["is_ours"] is way.ours

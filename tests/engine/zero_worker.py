@@ -1,7 +1,8 @@
 """One rank of test_zero.py: torchrun --nproc_per_node=N zero_worker.py OUT.json GROUP
 
-Trains a tiny GPT for a few steps in each way of a group of zero_ways.py, and in plain PyTorch over the
-same sequences, as "plain". Rank 0 writes {name of the way: result}. A result has, after each step:
+Trains a tiny GPT for a few steps in each way of a group of zero_ways.py, and in plain PyTorch over
+the same sequences, as "plain". Rank 0 writes {name of the way: result}. A result has, after each
+step:
 
   norms, seen   the gradient norm, as DeepSpeed publishes it and as guards see it
   applied       the number of ranks that have applied the step
@@ -10,7 +11,7 @@ same sequences, as "plain". Rank 0 writes {name of the way: result}. A result ha
 and of the whole training:
 
   furthest      {other way: the largest difference of all weights}
-  apart         {other way: the distance of the weights, in units of the way that the other has come}
+  apart         {other way: the distance of the weights, in units of the way that it has come}
   moved_by_poison   the largest change of the weights in the step with a bad gradient
   keys_moved    the largest change of the keys' biases, whose exact gradient is 0
   is_ours       whether our gradients and step were taken

@@ -50,7 +50,9 @@ FAULTS = [
     ),
     Fault(
         subject="hashes",
-        description="every rank hashes the same files, so those of the other ranks' shares are not checked",
+        description=(
+            "every rank hashes the same files, so those of the other ranks' shares are not checked"
+        ),
         file="runtime/checkpoint/verify.py",
         function="verify_files",
         old="[number % world_size == rank for number in range(len(files))]",
@@ -309,5 +311,17 @@ if True:
         old="overwrite",
         new="overwrite and tag is not None",
         test="test_run.py::test_a_fresh_run_with_overwrite_leaves_nothing_of_the_one_before",
+    ),
+    Fault(
+        subject="hashes, ranks",
+        description="rank 0 doesn't hear what other ranks have found",
+        file="runtime/checkpoint/resume.py",
+        function="first_intact",
+        old="all_gather_objects(problems)",
+        new="[problems]",
+        test=(
+            "checkpoint/test_checkpoints.py::"
+            "test_two_damaged_tags_of_which_each_rank_finds_one_are_skipped"
+        ),
     ),
 ]

@@ -429,4 +429,13 @@ FAULTS = [
             "stage 2 local]"
         ),
     ),
+    Fault(
+        subject="figures, gradient norm",
+        description="a norm is reported after clipping",
+        file="runtime/engine/step.py",
+        function="OurStep.step",
+        old="Report(norm_on_cpu.item(), applied)",
+        new="Report(min(norm_on_cpu.item(), layout.max_norm), applied)",
+        test="test_plain.py::test_three_parts_are_one_run_of_plain_pytorch",
+    ),
 ]

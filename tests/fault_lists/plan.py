@@ -347,4 +347,13 @@ if (i >= 100 and before and loss > 1.5 * statistics.median(before) + 0.1):
         new="counts > -1",
         test="monitor/test_figures.py::test_an_evaluation_is_that_of_plain_pytorch",
     ),
+    Fault(
+        subject="skipped steps, ranks",
+        description="a loss that is not finite on another rank is not named",
+        file="runtime/monitor/health.py",
+        function="StepHealth.check",
+        old="all_gather_scalars(loss)",
+        new="[[float(loss)]]",
+        test="monitor/test_health.py::test_all_ranks_with_a_nan_are_named",
+    ),
 ]

@@ -69,7 +69,9 @@ def test_speed_is_that_of_all_ranks_without_evaluations(train):
 
     # Since the first step: 2 steps in 1.2 s leave 5 in 3 s, and 5 in 17 s leave 2 in 6.8 s
     lines = [line for line in run.stdout.splitlines() if line.startswith("iter ")]
-    for line, time_left in zip(lines[1:], ("37.5%, 0:03", "75.0%, 0:07", "100.0%, 0:00"), strict=True):
+    for line, time_left in zip(
+        lines[1:], ("37.5%, 0:03", "75.0%, 0:07", "100.0%, 0:00"), strict=True
+    ):
         assert "time 600.00ms" in line and "427 tokens/s, mfu 3.9%" in line
         assert line.endswith(f"{time_left} left")
 

@@ -11,7 +11,7 @@ from conftest import FLOAT16, ROOT, done, stage
 from runtime.engine.engine import StepResult
 from runtime.monitor.health import STRAGGLER_WINDOW, SpikeDetector, StepHealth, StragglerDetector
 
-# train_deepspeed.py with a loss that is spoilt, times `factor`: in these training forwards of one rank, of which the
+# train_deepspeed.py with a loss that is spoilt, times `factor`: in these training forwards of some ranks, of which the
 # first one is 1
 SPOILT = """
 import torch
@@ -19,14 +19,14 @@ import model
 from runtime.monitor import health
 health.HISTORY, health.RISE_WINDOW = {history}
 forwards = {forwards}
-rank, factor, training = {rank}, {factor}, {training}
+ranks, factor, training = {ranks_of_it}, {factor}, {training}
 plain, count = model.GPT.forward, 0
 def forward(self, idx, targets=None, reduction="mean"):
     global count
     loss = plain(self, idx, targets, reduction)
     if self.training is training:
         count += 1
-        if os.environ["RANK"] == str(rank) and count in forwards:
+        if int(os.environ["RANK"]) in ranks and count in forwards:
             if factor == "memory":
                 raise torch.OutOfMemoryError("CUDA out of memory")
             loss = loss * factor
@@ -38,7 +38,9 @@ model.GPT.forward = forward
 @pytest.fixture
 def spoilt(train, tmp_path):
     def run(forwards, *args, rank=1, factor="float('nan')", ranks=2, training=True, history=(2000, 300)):
-        plant = SPOILT.format(forwards=forwards, rank=rank, factor=factor, training=training, history=history)
+        ranks_of_it = [rank] if isinstance(rank, int) else rank
+        plant = SPOILT.format(forwards=forwards, ranks_of_it=ranks_of_it, factor=factor, training=training,
+                              history=history)
         return train("--eval_interval=100", *args, ranks=ranks, out_dir=tmp_path / "out",
                      plant=FLOAT16 + plant if "--dtype=float16" in args else plant)
     return run
@@ -57,6 +59,11 @@ def test_a_nan_on_one_rank_skips_the_step_on_both(spoilt, args):
     assert warnings_in(run) == {3: "the loss is not finite on rank 1; step skipped"}
     assert "step 3: the loss is not finite on rank 1; step skipped" in run.stdout
     assert [it for it, loss in run.losses.items() if not math.isfinite(loss)] == [3] and run.losses[5] < run.losses[1]
+
+
+def test_all_ranks_with_a_nan_are_named(spoilt):
+    run = done(spoilt([4], "--max_iters=3", rank=[0, 2], ranks=3))
+    assert warnings_in(run) == {2: "the loss is not finite on rank 0, rank 2; step skipped"}
 
 
 def test_a_run_whose_gradient_stays_bad_saves_and_ends(spoilt):
