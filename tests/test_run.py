@@ -19,7 +19,7 @@ from conftest import EIGHT, ROOT, SMALL, ForkedJob, done, kill, launch, patience
 
 from runtime.checkpoint.load import load_model
 from runtime.checkpoint.tags import TagStore
-from runtime.data.loader import mixed_seed
+from runtime.data.permutation import mixed_seed
 from runtime.data.tokenizer import tokenizer_of
 from runtime.monitor.history import append_history
 from runtime.monitor.loggers import Loggers

@@ -14,6 +14,7 @@ FAULTS = [
             "checkpoint/test_tag_files.py::"
             "test_pieces_of_stage_3_are_put_together_without_their_padding"
         ),
+        quick=True,
     ),
     Fault(
         subject="save",
@@ -38,6 +39,7 @@ FAULTS = [
             "checkpoint/test_tag_files.py::"
             "test_a_tag_is_on_the_disk_before_it_has_its_name_and_an_older_one_goes_last"
         ),
+        quick=True,
     ),
     Fault(
         subject="full disk",
@@ -47,6 +49,7 @@ FAULTS = [
         old="kept = {self.newest(), best}",
         new="kept = {self.newest()}",
         test="plan/test_disk.py::test_the_oldest_tag_that_is_neither_newest_nor_best_goes",
+        quick=True,
     ),
     Fault(
         subject="hashes",
@@ -58,6 +61,7 @@ FAULTS = [
         old="[number % world_size == rank for number in range(len(files))]",
         new="[number % world_size == 0 for number in range(len(files))]",
         test="checkpoint/test_tag_files.py::test_a_changed_file_is_found_by_one_of_the_ranks",
+        quick=True,
     ),
     Fault(
         subject="allow-list",
@@ -69,6 +73,7 @@ FAULTS = [
         old="unsafe",
         new='unsafe and file.endswith("model_states.pt")',
         test="checkpoint/test_tag_files.py::test_no_file_of_a_tag_may_name_what_is_not_allowed",
+        quick=True,
     ),
     Fault(
         subject="code in a checkpoint",
@@ -178,6 +183,7 @@ FAULTS = [
         old='open_no_follow(os.path.join(folder, ".lock"), os.O_WRONLY | os.O_CREAT)',
         new='os.open(os.path.join(folder, ".lock"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)',
         test="test_untrusted.py::test_the_lock_truncates_nothing_and_follows_no_link",
+        quick=True,
     ),
     Fault(
         subject="manifests",
@@ -187,6 +193,7 @@ FAULTS = [
         old="check_manifest(manifest)",
         new="pass",
         test="test_untrusted.py::test_a_manifest_of_others_is_checked",
+        quick=True,
     ),
     Fault(
         subject="links to nowhere",
@@ -198,6 +205,7 @@ FAULTS = [
         old="refuse_broken_link(folder, option)",
         new="pass",
         test="checkpoint/test_save_failures.py::test_a_link_to_nowhere_is_named[out/run]",
+        quick=True,
     ),
     Fault(
         subject="moved out_dir",
@@ -207,6 +215,7 @@ FAULTS = [
         old="self.lock()",
         new="os.makedirs(self.out_dir, exist_ok=True)",
         test="checkpoint/test_save_failures.py::test_a_folder_that_is_made_again_is_locked",
+        quick=True,
     ),
     Fault(
         subject="moved out_dir, another run",
@@ -245,6 +254,7 @@ if False:
     if known_version == version:
         return summary""",
         test="checkpoint/test_many_tags.py::test_each_manifest_is_read_once",
+        quick=True,
     ),
     Fault(
         subject="many tags, changes",
@@ -258,6 +268,7 @@ if known_version == version:
 if True:
     return summary""",
         test="checkpoint/test_many_tags.py::test_a_manifest_that_has_changed_is_read_again",
+        quick=True,
     ),
     Fault(
         subject="manifests, edited models",
@@ -269,6 +280,7 @@ if True:
         old='max(elements, manifest["state"].get("elements", 0))',
         new="elements",
         test="test_untrusted.py::test_a_tag_has_a_size_that_fits_its_model",
+        quick=True,
     ),
     Fault(
         subject="save, ZeRO-3",
@@ -302,6 +314,7 @@ if True:
         old='hashlib.file_digest(file, "sha256")',
         new="hashlib.sha256(file.read(16_000_000))",
         test="checkpoint/test_tag_files.py::test_all_of_a_large_file_is_hashed",
+        quick=True,
     ),
     Fault(
         subject="overwrite, tags",

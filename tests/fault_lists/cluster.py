@@ -29,6 +29,7 @@ FAULTS = [
         old="max(1, min(cores, int(quota)))",
         new="cores",
         test="test_cores.py::test_usable_cores[v2]",
+        quick=True,
     ),
     Fault(
         subject="OMP_NUM_THREADS",
@@ -71,6 +72,7 @@ FAULTS = [
             "plan/test_refusals.py::test_gpus_that_are_not_there_are_named["
             "8-CUDA_VISIBLE_DEVICES=8 names 8, but nvidia-smi lists GPUs 0 to 1: change it, or set]"
         ),
+        quick=True,
     ),
     Fault(
         subject="stops, announcement",
@@ -102,6 +104,7 @@ FAULTS = [
         old="self.identity()",
         new="None",
         test="cluster/test_stops.py::test_a_stop_file_that_is_touched_again_counts",
+        quick=True,
     ),
     Fault(
         subject="launchers, mpirun",
@@ -114,6 +117,7 @@ FAULTS = [
             "cluster/test_stops.py::test_variables_of_other_launchers_become_torchruns["
             "environ3-3 1 4 2 None]"
         ),
+        quick=True,
     ),
     Fault(
         subject="launchers, unknown ranks",
@@ -132,6 +136,7 @@ FAULTS = [
         old="int(count) > nodes",
         new="False",
         test="cluster/test_launch.py::test_one_launcher_for_each_node_is_right[4-2-True]",
+        quick=True,
     ),
     Fault(
         subject="signals",
@@ -152,6 +157,7 @@ FAULTS = [
         old='arch <= gpu and (kind == "compute" or arch[0] == gpu[0])',
         new="arch <= gpu",
         test="plan/test_refusals.py::test_a_card_needs_a_pytorch_that_has_its_kernels",
+        quick=True,
     ),
     Fault(
         subject="stops, sample",

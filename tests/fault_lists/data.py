@@ -11,6 +11,7 @@ FAULTS = [
         old="feistel_permute(index, n, keys)",
         new="feistel_permute(index, n, splitmix64(splitmix64(seed)))",
         test="data/test_batches.py::test_epochs_and_seeds_differ",
+        quick=True,
     ),
     Fault(
         subject="code in meta.pkl",
@@ -32,6 +33,7 @@ FAULTS = [
         old="micro_steps != self.micro_steps_ahead",
         new="False",
         test="data/test_steps.py::test_a_ramp_takes_each_sequence_once_and_in_order[2]",
+        quick=True,
     ),
     Fault(
         subject="batch ramp, loss mask",
@@ -55,6 +57,7 @@ FAULTS = [
         test=(
             "data/test_steps.py::test_a_micro_step_is_a_run_of_sequences_and_each_rank_has_its_part"
         ),
+        quick=True,
     ),
     Fault(
         subject="chat, weight",
@@ -67,6 +70,7 @@ FAULTS = [
             "prepare/test_conversation_shapes.py::test_300_conversations_are_transformers["
             "weight-char]"
         ),
+        quick=True,
     ),
     Fault(
         subject="chat, exported weight",
@@ -79,6 +83,7 @@ FAULTS = [
             "prepare/test_conversation_shapes.py::test_300_conversations_are_transformers["
             "train-bpe]"
         ),
+        quick=True,
     ),
     Fault(
         subject="tokenizer of weights",
@@ -112,6 +117,7 @@ FAULTS = [
         old="a.rules != b.rules or a.words != b.words",
         new="a.words != b.words",
         test="data/test_folder_tokenizer.py::test_scores_count_and_where_files_are_does_not",
+        quick=True,
     ),
     Fault(
         subject="normalizers",
@@ -121,6 +127,7 @@ FAULTS = [
         old="a.before is not None and a.before == b.before",
         new="a.before is not None",
         test="data/test_folder_tokenizer.py::test_a_changed_bpe[normalizer]",
+        quick=True,
     ),
     Fault(
         subject="end of text",
@@ -132,6 +139,7 @@ FAULTS = [
         old="token in ids",
         new="token in ids and not is_there(folder, 'config.json')",
         test="data/test_folder_tokenizer.py::test_what_a_folder_says_of_its_end_of_text",
+        quick=True,
     ),
     Fault(
         subject="token files, type",
@@ -141,6 +149,7 @@ FAULTS = [
         old="wide",
         new="False",
         test="data/test_token_files.py::test_wider_ids_are_noticed[GPT-2-<u4-uint32]",
+        quick=True,
     ),
     Fault(
         subject="token files, small vocabularies",
@@ -150,6 +159,7 @@ FAULTS = [
         old="high.max() > max_high or high.max() >= low.max()",
         new="high.max() > max(max_high, 3)",
         test="data/test_token_files.py::test_nanogpts_own_files_are_not[4-pickled1]",
+        quick=True,
     ),
     Fault(
         subject="splits without answers",
@@ -159,6 +169,7 @@ FAULTS = [
         old='Conversations(f"{dataset.name}/{split}.bin", tokens, mask, block_size)',
         new="Conversations(dataset.name, tokens, mask, block_size)",
         test="data/test_conversations.py::test_the_split_without_an_answer_is_named[val]",
+        quick=True,
     ),
     Fault(
         subject="end of text, no token",

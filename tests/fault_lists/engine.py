@@ -11,6 +11,7 @@ FAULTS = [
         old='zero["stage"] = stage',
         new="pass",
         test="test_configurator.py::test_jsons_of_the_project_resolve[bfloat16-zero0]",
+        quick=True,
     ),
     Fault(
         subject="gradients, ZeRO-2",
@@ -251,6 +252,7 @@ FAULTS = [
             "test_what_zero_cannot_give_an_optimizer_is_refused[ReadsAttribute-reads "
             "lr_scale of the parameters]"
         ),
+        quick=True,
     ),
     Fault(
         subject="any graph, no backward",
@@ -331,6 +333,7 @@ FAULTS = [
             "kernels/test_kernels.py::"
             "test_a_cuda_graph_needs_a_model_whose_micro_steps_are_all_the_same"
         ),
+        quick=True,
     ),
     Fault(
         subject="CUDA graph, guards",
@@ -376,6 +379,7 @@ FAULTS = [
         old="torch.where(count > 0, y, y.clamp(min=0))",
         new="y",
         test="data/test_conversations.py::test_a_micro_batch_without_targets_counts_nothing",
+        quick=True,
     ),
     Fault(
         subject="optimizers, DeepSpeed's warning",
@@ -385,6 +389,7 @@ FAULTS = [
         old="logger.addFilter(is_other)",
         new="pass",
         test="engine/test_any_optimizer.py::test_other_warnings_of_deepspeed_are_kept",
+        quick=True,
     ),
     Fault(
         subject="JSON checks",
@@ -394,6 +399,7 @@ FAULTS = [
         old="json.dumps(value) in map(json.dumps, rule)",
         new="value in rule",
         test="test_configurator.py::test_jsons_are_refused",
+        quick=True,
     ),
     Fault(
         subject="ZeRO-3, prefetch",
@@ -403,6 +409,7 @@ FAULTS = [
         old="zero.get(key, value) == value",
         new="zero.get(key, value) >= 0",
         test="test_configurator.py::test_another_prefetch_needs_deepspeeds_own_stage_3",
+        quick=True,
     ),
     Fault(
         subject="loss scale, hysteresis",

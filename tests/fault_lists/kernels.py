@@ -13,6 +13,7 @@ FAULTS = [
         test=(
             "kernels/test_kernels.py::test_attention_in_a_bfloat16_model_is_as_exact_as_float16[2]"
         ),
+        quick=True,
     ),
     Fault(
         subject="CUDA graph, proof",
@@ -22,6 +23,7 @@ FAULTS = [
         old="value is DATA",
         new="False",
         test="kernels/test_steady.py::test_not_steady[a loss that is large]",
+        quick=True,
     ),
     Fault(
         subject="CUDA graph, counters",
@@ -31,6 +33,7 @@ FAULTS = [
         old="not self.is_own",
         new="False",
         test="kernels/test_steady.py::test_not_steady[a counter in a list]",
+        quick=True,
     ),
     Fault(
         subject="CUDA graph, random numbers",
@@ -40,6 +43,7 @@ FAULTS = [
         old='name in names.NEED_DEVICE and "device" not in named',
         new="False",
         test="kernels/test_steady.py::test_not_steady[stochastic depth on the CPU]",
+        quick=True,
     ),
     Fault(
         subject="kernels, classes",
@@ -160,5 +164,6 @@ FAULTS = [
             "kernels/test_kernels.py::"
             "test_one_more_token_by_our_kernels_gives_the_logits_of_the_whole[1-32-16-prompts1]"
         ),
+        quick=True,
     ),
 ]

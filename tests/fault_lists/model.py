@@ -68,6 +68,7 @@ FAULTS = [
         old="param not in made",
         new="True",
         test="test_model_parts.py::test_a_model_without_memory_has_all_but_parameters",
+        quick=True,
     ),
     Fault(
         subject="ties, vocabulary",
@@ -77,6 +78,7 @@ FAULTS = [
         old="{self.transformer.wte.weight, *self.lm_head.parameters()}",
         new="{self.transformer.wte.weight}",
         test="test_model_parts.py::test_cropping_keeps_ties",
+        quick=True,
     ),
     Fault(
         subject="buffers, no memory",
@@ -95,6 +97,7 @@ FAULTS = [
             "        model = make()"
         ),
         test="test_model_parts.py::test_a_model_without_memory_has_all_but_parameters",
+        quick=True,
     ),
     Fault(
         subject="stops, evaluation",
@@ -134,6 +137,7 @@ FAULTS = [
         old="type(module).get_extra_state is not nn.Module.get_extra_state",
         new="False",
         test="test_bring.py::test_what_is_missing_is_one_sentence[a state of its own]",
+        quick=True,
     ),
     Fault(
         subject="LoRA, layers",
@@ -143,6 +147,7 @@ FAULTS = [
         old='check_targets(model, lora["target_modules"])',
         new="pass",
         test="test_bring.py::test_lora_needs_gpt2s_layers",
+        quick=True,
     ),
     Fault(
         subject="a model.py of others, ranks",
@@ -152,6 +157,7 @@ FAULTS = [
         old="exit_on_all_ranks(error)",
         new="raise",
         test="test_bring.py::test_all_ranks_refuse_it_in_one_sentence",
+        quick=True,
     ),
     Fault(
         subject="export, transformers 4",
@@ -200,6 +206,7 @@ FAULTS = [
         old="F.linear(self.dropout(x), self.lora_A)",
         new="self.dropout(F.linear(x, self.lora_A))",
         test="test_lora.py::test_loss_and_gradients_are_pefts",
+        quick=True,
     ),
     Fault(
         subject="sampling cache",
@@ -209,6 +216,7 @@ FAULTS = [
         old="2 ** self.cached.bit_length()",
         new="2 ** (self.cached.bit_length() - 1)",
         test="test_model.py::test_text_by_captured_steps_is_the_same_text",
+        quick=True,
     ),
     Fault(
         subject="sampling, blocks that run twice",
@@ -218,6 +226,7 @@ FAULTS = [
         old="self.runs += 1",
         new="pass",
         test="test_edited_shapes.py::test_logits_with_a_cache_are_those_without[blocks twice]",
+        quick=True,
     ),
     Fault(
         subject="edited loss",
@@ -227,6 +236,7 @@ FAULTS = [
         old="return False",
         new="pass",
         test="test_loss.py::test_loss_and_gradients_are_those_over_full_logits[Softcapped-mean-7]",
+        quick=True,
     ),
     Fault(
         subject="edited loss, runs",
@@ -245,6 +255,7 @@ FAULTS = [
         old='{"params": vectors, "weight_decay": 0.0}',
         new='{"params": vectors, "weight_decay": weight_decay}',
         test="test_bring.py::test_it_may_have_another_name",
+        quick=True,
     ),
     Fault(
         subject="a model.py of others, context",
@@ -254,6 +265,7 @@ FAULTS = [
         old="own(block_size)",
         new="pass",
         test="test_bring.py::test_its_context_is_cropped_by_its_own_method",
+        quick=True,
     ),
     Fault(
         subject="initial weights",
@@ -263,6 +275,7 @@ FAULTS = [
         old=("if param._version > changes:\n    return False"),
         new="pass",
         test="test_init.py::test_what_a_module_set_stays_and_its_layers_are_gpt2s",
+        quick=True,
     ),
     Fault(
         subject="manifests, NaN",
@@ -284,6 +297,7 @@ FAULTS = [
             "sample/test_sample.py::"
             "test_the_note_on_a_backslash_goes_before_what_the_tokenizer_says"
         ),
+        quick=True,
     ),
     Fault(
         subject="LAMBADA, line end",
@@ -293,6 +307,7 @@ FAULTS = [
         old='fields["text"].rstrip()',
         new='fields["text"]',
         test="test_evaluate.py::test_a_line_end_is_no_part_of_the_last_word[a newline]",
+        quick=True,
     ),
     Fault(
         subject="dropout, ranks",

@@ -14,6 +14,7 @@ FAULTS = [
             "prepare/test_conversation_refusals.py::"
             "test_what_is_not_supported_is_refused_by_name[a loss mask]"
         ),
+        quick=True,
     ),
     Fault(
         subject="chat, input",
@@ -26,6 +27,7 @@ FAULTS = [
             "prepare/test_conversation_shapes.py::test_300_conversations_are_transformers["
             "Alpaca-char]"
         ),
+        quick=True,
     ),
     Fault(
         subject="JSON, a field twice",
@@ -38,6 +40,7 @@ FAULTS = [
             "prepare/test_conversation_refusals.py::"
             "test_what_is_not_supported_is_refused_by_name[two weights]"
         ),
+        quick=True,
     ),
     Fault(
         subject="chat, context",
@@ -50,6 +53,7 @@ FAULTS = [
             "prepare/test_conversation_shapes.py::test_300_conversations_are_transformers["
             "lists of messages-char]"
         ),
+        quick=True,
     ),
     Fault(
         subject="chat, Parquet's JSON",
@@ -58,7 +62,11 @@ FAULTS = [
         function="json_text",
         old="return value",
         new="return plain_json(value)",
-        test="prepare/test_conversation_files.py::test_values_of_mixed_types_in_parquet_and_arrow_are_what_json_lines_say",
+        test=(
+            "prepare/test_conversation_files.py::"
+            "test_values_of_mixed_types_in_parquet_and_arrow_are_what_json_lines_say"
+        ),
+        quick=True,
     ),
     Fault(
         subject="chat, caches",
@@ -68,6 +76,7 @@ FAULTS = [
         old="not is_cache and not (is_ours and name in DESCRIPTIONS)",
         new="not (is_ours and name in DESCRIPTIONS)",
         test="prepare/test_conversation_reports.py::test_open_instruct_638_caches_beside_the_data",
+        quick=True,
     ),
     Fault(
         subject="chat, refusals",
@@ -80,6 +89,7 @@ FAULTS = [
             "prepare/test_conversation_files.py::"
             "test_refused_conversations_are_counted_and_nothing_is_written"
         ),
+        quick=True,
     ),
     Fault(
         subject="Arrow's places",
@@ -101,6 +111,7 @@ FAULTS = [
         old="decoded != text",
         new="not decoded",
         test="prepare/test_coverage.py::test_what_is_lost_is_told[letters]",
+        quick=True,
     ),
     Fault(
         subject="role headers",
@@ -112,6 +123,7 @@ FAULTS = [
         old="decoded != header",
         new="not decoded",
         test="prepare/test_coverage.py::test_headers_of_roles_are_kept_or_refused",
+        quick=True,
     ),
     Fault(
         subject="splits, names",
@@ -123,6 +135,7 @@ FAULTS = [
         old="not held_out or not others",
         new="True",
         test="prepare/test_splits.py::test_names_split_the_files[a-train.txt a-valid.txt]",
+        quick=True,
     ),
     Fault(
         subject="splits, unclear names",
@@ -135,6 +148,7 @@ FAULTS = [
             "prepare/test_splits.py::"
             "test_names_that_are_not_clear_are_refused_with_both_ways[a.txt b.txt valid.txt]"
         ),
+        quick=True,
     ),
     Fault(
         subject="splits, duplicates",
@@ -148,19 +162,20 @@ ordered += [(file, "train") for file in train_files]""",
 ordered = [(file, "train") for file in train_files]
 ordered += [(file, "val") for file in val_files]""",
         test="prepare/test_splits.py::test_val_is_validated_on_and_nothing_of_it_is_trained_on",
+        quick=True,
     ),
     Fault(
         subject="token files, --dtype",
         description="int64 is copied as twice as many ids if --dtype says uint32",
         file="runtime/prepare/shards.py",
         function="raw_file",
-        old="""\
-if kind.itemsize == 4 and seeming_type(path) == "int64":
-    raise ValueError(f"it seems to hold int64, not {dtype}")""",
-        new="""\
-if False:
-    raise ValueError(f"it seems to hold int64, not {dtype}")""",
-        test="data/test_token_files.py::test_another_type_than_the_files_have_is_refused[int64 as uint32]",
+        old='kind.itemsize == 4 and seeming_type(path) == "int64"',
+        new="False",
+        test=(
+            "data/test_token_files.py::test_another_type_than_the_files_have_is_refused["
+            "int64 as uint32]"
+        ),
+        quick=True,
     ),
     Fault(
         subject="CSV, quotes",
@@ -173,6 +188,7 @@ if False:
             "prepare/test_tables.py::test_a_table_that_is_not_as_it_seems_is_a_sentence[a "
             "quote that closes later]"
         ),
+        quick=True,
     ),
     Fault(
         subject="CSV, columns",
@@ -182,6 +198,7 @@ if False:
         old="row and len(row) != len(header)",
         new="False",
         test="prepare/test_tables.py::test_a_table_that_is_not_as_it_seems_is_a_sentence[a comma]",
+        quick=True,
     ),
     Fault(
         subject="white space",
@@ -191,6 +208,7 @@ if False:
         old="not text or text.isspace()",
         new="not text",
         test="prepare/test_tables.py::test_white_space_alone_is_no_document[a.jsonl]",
+        quick=True,
     ),
     Fault(
         subject="lines",
@@ -200,6 +218,7 @@ if False:
         old='text = text.removesuffix("\\n")',
         new="pass",
         test="prepare/test_tables.py::test_each_line_is_a_document",
+        quick=True,
     ),
     Fault(
         subject="text errors",
@@ -209,6 +228,7 @@ if False:
         old="at += error.start",
         new="pass",
         test="prepare/test_prepare.py::test_a_mistake_is_told_in_a_sentence_and_leaves_nothing",
+        quick=True,
     ),
     Fault(
         subject="Parquet, columns",

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 from conftest import done
-from runtime.checkpoint.shards import load_model
+
+from runtime.checkpoint.load import load_model
 
 # A clock that stands still but for 0.3 s in each micro-step and 7 s in each batch of an evaluation.
 # Each look takes a nanosecond, because a save divides by its time. Waiting for data takes 0.125 s
