@@ -14,6 +14,7 @@ from transformers import ResNetConfig, ResNetForImageClassification
 
 from runtime.files import write_atomic
 
+torch.set_num_threads(1)  # conftest.py sets it, too, but perhaps after PyTorch was imported
 EXAMPLE = ROOT / "examples" / "animals90"
 SCRIPT = EXAMPLE / "src" / "train_deepspeed.py"
 PLAIN = EXAMPLE / "measure" / "plain.py"
