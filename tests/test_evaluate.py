@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import CHARS, ROOT, at_once, done, launch, planted, random_gpt2
+from conftest import CHARS, ROOT, at_once, done, launch, planted, random_gpt2, write_characters
 from edited_model import edited_model
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -165,6 +165,27 @@ def test_a_run_and_its_evaluation_agree(train, characters, tmp_path):
     assert f"perplexity {at_end['perplexity']:.2f}, {at_end['bits_per_byte']:.3f} bits per byte), " in run.stdout
     mixed, unknown = (loss_record({"val": [(3.0, 0.1, 4.0), (1.0, 0.1, size)]}, [3, 1]) for size in (1.0, 0.0))
     assert mixed["bits_per_byte"] == pytest.approx(2.5 / 3.25 / math.log(2)) and "bits_per_byte" not in unknown
+
+
+def test_more_rows_than_have_logits_at_one_time(train, tmp_path):
+    """12,000 tokens are one batch of at most 16,384, and 8,192 rows of it have logits at one time."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    write_characters(folder, times=6)
+    run = done(train("--max_iters=2", f"--dataset={folder}"))
+    (record,) = evaluate(f"--out_dir={run.out_dir}", "--tag=final", f"--dataset={folder}")
+
+    ids = torch.from_numpy(np.fromfile(folder / "val.bin", np.uint16).astype(np.int64))
+    model, _ = load_model(run.out_dir, "final")
+    total = 0.0
+    for start in range(0, len(ids) - 1, 32):
+        x = ids[None, start : start + 32][:, : len(ids) - 1 - start]
+        y = ids[start + 1 : start + 33]
+        with torch.no_grad():
+            logits = model.eval()(x)[0].double()
+        total += F.cross_entropy(logits, y, reduction="sum").item()
+    assert record["tokens"] == 11_999
+    assert record["loss"] == pytest.approx(total / 11_999, rel=1e-6)
 
 
 def test_an_edited_head_is_scored_as_edited(train, characters, tmp_path):
