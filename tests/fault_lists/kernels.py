@@ -13,7 +13,6 @@ FAULTS = [
         test=(
             "kernels/test_kernels.py::test_attention_in_a_bfloat16_model_is_as_exact_as_float16[2]"
         ),
-        quick=True,
     ),
     Fault(
         subject="CUDA graph, proof",
@@ -164,6 +163,5 @@ FAULTS = [
             "kernels/test_kernels.py::"
             "test_one_more_token_by_our_kernels_gives_the_logits_of_the_whole[1-32-16-prompts1]"
         ),
-        quick=True,
     ),
 ]

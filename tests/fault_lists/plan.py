@@ -53,6 +53,7 @@ if False and not same_tokenizer(data, state["data"]):
             "lora_target_modules=attn.c_attn-lora_target_modules=attn.c_attn needs LoRA: add "
             "--lora_rank=64, or drop it]"
         ),
+        quick=True,
     ),
     Fault(
         subject="other scripts' options",
@@ -61,7 +62,11 @@ if False and not same_tokenizer(data, state["data"]):
         function="fix_of_name",
         old="ours = instead_of(name, value)",
         new="ours = None",
-        test="test_guides.py::test_an_option_of_other_scripts_is_refused_with_ours[--fp16-write --dtype=float16]",
+        test=(
+            "test_guides.py::test_an_option_of_other_scripts_is_refused_with_ours[--fp16-"
+            "write --dtype=float16]"
+        ),
+        quick=True,
     ),
     Fault(
         subject="paths",
@@ -71,6 +76,7 @@ if False and not same_tokenizer(data, state["data"]):
         old="value = expand_setting(value)",
         new="pass",
         test="test_configurator.py::test_paths_in_a_config_and_in_a_mixture",
+        quick=True,
     ),
     Fault(
         subject="wandb, going back",
@@ -113,6 +119,7 @@ if False and not same_tokenizer(data, state["data"]):
             "test_the_plan_says_why_there_is_no_local_accumulation[arguments1-"
             "accumulate_locally=False]"
         ),
+        quick=True,
     ),
     Fault(
         subject="optimizers, name",
@@ -139,7 +146,11 @@ if False and not same_tokenizer(data, state["data"]):
         function="Assignments.assign_config",
         old="run_config_file(path, self.values, self.root)",
         new="run_config_file(path, self.defaults, self.root)",
-        test="test_configurator.py::test_config_files_see_the_settings_so_far_and_nothing_of_the_configurator",
+        test=(
+            "test_configurator.py::"
+            "test_config_files_see_the_settings_so_far_and_nothing_of_the_configurator"
+        ),
+        quick=True,
     ),
     Fault(
         subject="doctor, cache",
@@ -205,6 +216,7 @@ if False and not same_tokenizer(data, state["data"]):
         old='has_gpu() or shutil.which("sbatch")',
         new="has_gpu()",
         test="test_install.py::test_pytorchs_index_is_not_asked_where_pip_or_slurm_says_so",
+        quick=True,
     ),
     Fault(
         subject="set-up, build",
@@ -223,6 +235,7 @@ if False and not same_tokenizer(data, state["data"]):
         old="str(temporary)",
         new='"/tmp"',
         test="test_install.py::test_uv_is_taken_with_pips_configuration",
+        quick=True,
     ),
     Fault(
         subject="plan",
@@ -234,6 +247,7 @@ if False and not same_tokenizer(data, state["data"]):
         old="size *= 2",
         new="size *= 1",
         test="plan/test_fit.py::test_the_plan_of_a_billion_parameters_on_4_gpus_by_hand",
+        quick=True,
     ),
     Fault(
         subject="history, NaN",
@@ -243,6 +257,7 @@ if False and not same_tokenizer(data, state["data"]):
         old="json.dumps(without_nan(record), allow_nan=False)",
         new="json.dumps(record)",
         test="monitor/test_history.py::test_what_is_not_finite_is_null",
+        quick=True,
     ),
     Fault(
         subject="a step of several epochs",
