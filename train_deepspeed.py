@@ -413,6 +413,7 @@ def evaluate_and_save() -> bool:
         return False
     if math.isfinite(val_loss):
         save(improved)
+        code_at_end = 0
     else:
         log.not_saved()
         code_at_end = 2

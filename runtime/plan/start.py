@@ -72,6 +72,11 @@ def find_start(
     # No weights, or those of somebody else, or of an earlier run
     shape = shape_settings(settings)
     if init_from == "scratch":
+        if lora and settings.init_from == "auto":  # of scratch itself, RULES say it
+            raise UserError(
+                f"lora_rank={settings.lora_rank} needs pretrained weights, but init_from=auto "
+                "starts from scratch here: set init_from to some in the config"
+            )
         vocab_size = data["vocab_size"] if data else 50257
         model = gpt_config(
             block_size=settings.block_size,

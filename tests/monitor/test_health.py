@@ -102,6 +102,14 @@ def test_a_run_that_saves_nothing_names_no_checkpoint(train, options, code):
     assert "the loss is not finite: start again with" in run.stdout and "to continue from here" not in run.stdout
 
 
+def test_a_run_that_recovers_from_nan_ends_as_any_other(spoilt):
+    """The evaluation of iteration 2 is NaN, and saves nothing. That of iteration 4 saves the end."""
+    run = done(spoilt(range(5, 9), "--eval_interval=2", rank=0, ranks=1, training=False))
+    assert "step 2: train loss nan" in run.stdout
+    assert not (run.out_dir / "iter_2").exists()
+    assert (run.out_dir / "final" / "manifest.json").exists()
+
+
 def test_a_run_that_ends_with_nan_names_the_best_checkpoint_alone(spoilt):
     """The evaluation of iteration 4, the last one, is NaN."""
     run = spoilt(range(9, 99), "--eval_interval=2", rank=0, ranks=1, training=False)

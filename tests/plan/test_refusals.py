@@ -376,6 +376,8 @@ TARGETS = "choose from a block's matrices, attn.c_attn, attn.c_proj, mlp.c_fc, m
     ("--lora_target_modules=attn.c_attn", "lora_target_modules=attn.c_attn needs LoRA: add --lora_rank=64, or drop it"),
     ("--lora_alpha=8.0", "lora_alpha=8.0 and lora_dropout=0.0 need LoRA: add --lora_rank=64, or drop them"),
     ("--lora_rank=4", "lora_rank=4 needs pretrained weights, but init_from=scratch: name some with --init_from"),
+    ("--init_from=scratch --init_from=auto --lora_rank=4", "lora_rank=4 needs pretrained weights, but init_from=auto "
+     "starts from scratch here: set init_from to some in the config"),
     ("--init_from={holder}/iter_9", "init_from={holder}/iter_9 is unknown: give scratch, resume, auto, gpt2, "
      "gpt2-medium, gpt2-large, gpt2-xl, a folder of weights, the out_dir of an earlier run, or a nanoGPT ckpt.pt"),
     ("--init_from={folder}/tiny --block_size=16", "determines the shape: drop them, or add --init_from=scratch"),
