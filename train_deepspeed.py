@@ -525,7 +525,7 @@ while not finished() and not eval_only and exit_code is None:
     torch.manual_seed(mixed_seed(seed, iter_num, ranks.rank))
     lr = get_lr(iter_num)
     for group in adamw.param_groups:
-        group["lr"] = lr * group.get("lr_ratio", 1)  # Muon's has one
+        group["lr"] = lr * group.get("lr_ratio", 1)  # of a group with its own
 
     # one optimizer step
     micro_steps = gradient_accumulation_steps  # a batch ramp changes this, and nothing else

@@ -9,7 +9,12 @@ import torch
 from torch import nn
 
 from runtime.check.tiny import Tiny, Unchecked, describe_error
-from runtime.engine.any_optimizer import check_elementwise, is_adamw, optimizer_name
+from runtime.engine.any_optimizer import (
+    check_elementwise,
+    is_adamw,
+    keep_rates_of_groups,
+    optimizer_name,
+)
 from runtime.files import ROOT
 
 SCRIPT = Path(ROOT, "train_deepspeed.py")
@@ -74,6 +79,7 @@ def optimizer_in_use(
             f"the optimizer can't be made outside of {script.name} ({describe_error(error)}): the "
             "run checks it before its first step"
         ) from None
+    keep_rates_of_groups(optimizer)
     for group in optimizer.param_groups:
         group["lr"] = RATE * group.get("lr_ratio", 1)
         if "eps" in group:

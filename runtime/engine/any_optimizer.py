@@ -50,6 +50,24 @@ def is_adamw(optimizer: torch.optim.Optimizer) -> bool:
     return not any(hooks) and not has_own_step
 
 
+def keep_rates_of_groups(optimizer: torch.optim.Optimizer) -> None:
+    """Give each group with a learning rate of its own its "lr_ratio", as Muon's groups have one.
+
+    The training loop sets the rate of every group in each step: that of the schedule, times
+    lr_ratio. Raises UserError if an optimizer whose own rate is 0 has such a group.
+    """
+    usual = optimizer.defaults.get("lr")
+    for group in optimizer.param_groups:
+        if "lr_ratio" in group or group["lr"] == usual:
+            continue
+        if not usual:
+            raise UserError(
+                f"a parameter group has the learning rate {float(group['lr']):g} and the optimizer "
+                f"has {usual}, so their ratio isn't defined: give the group an lr_ratio"
+            )
+        group["lr_ratio"] = float(group["lr"]) / float(usual)
+
+
 def optimizer_name(optimizer: torch.optim.Optimizer) -> str:
     """Return the name that a tag records: an optimizer's state means nothing to another one."""
     if is_adamw(optimizer):

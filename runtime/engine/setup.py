@@ -14,7 +14,12 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import nn
 
 from runtime.cluster.ranks import all_exit_on, all_reduce_sum, print0, silence_stdout
-from runtime.engine.any_optimizer import check_elementwise, is_adamw, optimizer_name
+from runtime.engine.any_optimizer import (
+    check_elementwise,
+    is_adamw,
+    keep_rates_of_groups,
+    optimizer_name,
+)
 from runtime.engine.ds_config import takes_our_gradients, uses_offload
 from runtime.engine.fast_paths import FastPaths, check_trainable
 from runtime.engine.forward_backward import use_stream_for_capture
@@ -169,6 +174,7 @@ def initialize(
     is smaller.
     """
     with all_exit_on(UserError):
+        keep_rates_of_groups(optimizer)
         check_trainable(model)
         changed = why_changed(model)
         if changed:

@@ -57,8 +57,11 @@ setup.make_adamw = lambda groups, config, **options: {made}
 """
 
 
-def plain_losses(made, characters, clip=1.0):
-    """The losses of the same steps in plain PyTorch, on all data of a step at once."""
+def plain_losses(made, characters, clip=1.0, ratios=(1, 1)):
+    """The losses of the same steps in plain PyTorch, on all data of a step at once.
+
+    ratios: of the groups' learning rates to that of the schedule.
+    """
     tokens = np.memmap(characters / "train.bin", np.uint16, mode="r")
     torch.manual_seed(1337)
     config = GPTConfig(block_size=32, vocab_size=len(CHARS), n_layer=2, n_head=2, n_embd=32)
@@ -71,8 +74,9 @@ def plain_losses(made, characters, clip=1.0):
         ids = np.arange(8 * it, 8 * it + 8)
         located = locate_sequences(ids, [(TokenStream(tokens, 32), 1)], 1337)
         x, y = read_sequences(located, len(CHARS))
-        for group in optimizer.param_groups:
-            group["lr"] = 1e-4 + 0.5 * (1 + math.cos(math.pi * it / STEPS)) * 9e-4
+        rate = 1e-4 + 0.5 * (1 + math.cos(math.pi * it / STEPS)) * 9e-4
+        for group, ratio in zip(optimizer.param_groups, ratios, strict=True):
+            group["lr"] = rate * ratio
         loss = model(x, y)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
@@ -104,6 +108,26 @@ def test_losses_are_plain_pytorchs(train, characters, name, n):
     half = done(train(*ARGUMENTS, *per_rank(2), stage(n), *first, ranks=2, **options))
     resumed = done(train(*ARGUMENTS, *per_rank(1), stage(5 - n), f"--lr_decay_iters={STEPS}", "--init_from=resume",
                          out_dir=half.out_dir, **options))
+    assert [*resumed.losses.values()] == pytest.approx(expected, abs=2e-6)
+
+
+@pytest.mark.parametrize("kind", ["Adam", "AdamW"])
+def test_a_group_keeps_its_own_learning_rate(train, characters, kind):
+    """Four times the others', also after a resume. Before, all groups had the schedule's."""
+    made = f'torch.optim.{kind}([{{**groups[0], "lr": 4e-3}}, groups[1]], lr=1e-3)'
+    expected = plain_losses(made, characters, ratios=(4, 1))
+    first = ("--max_iters=4", f"--lr_decay_iters={STEPS}")
+    half = done(train(*ARGUMENTS, *per_rank(2), *first, ranks=2, plant=plant(made)))
+    resumed = done(
+        train(
+            *ARGUMENTS,
+            *per_rank(1),
+            f"--lr_decay_iters={STEPS}",
+            "--init_from=resume",
+            out_dir=half.out_dir,
+            plant=plant(made),
+        )
+    )
     assert [*resumed.losses.values()] == pytest.approx(expected, abs=2e-6)
 
 

@@ -445,4 +445,13 @@ FAULTS = [
         new="Report(min(norm_on_cpu.item(), layout.max_norm), applied)",
         test="test_plain.py::test_three_parts_are_one_run_of_plain_pytorch",
     ),
+    Fault(
+        subject="rates of groups",
+        description="a learning rate that a parameter group has of its own is overwritten",
+        file="runtime/engine/any_optimizer.py",
+        function="keep_rates_of_groups",
+        old='group["lr_ratio"] = float(group["lr"]) / float(usual)',
+        new="pass",
+        test="engine/test_any_optimizer.py::test_a_group_keeps_its_own_learning_rate[AdamW]",
+    ),
 ]
