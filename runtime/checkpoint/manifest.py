@@ -7,6 +7,7 @@ with the types and ranges here.
 import hashlib
 import importlib.metadata
 import json
+import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NotRequired
 
@@ -38,7 +39,7 @@ Positive = Annotated[int, Field(ge=1, le=2**62)]
 # Sequences that were trained on, over all ranks: where a resume starts in the data. Floats count up
 # to 2**53
 Position = Annotated[int, Field(ge=0, le=2**53)]
-Loss = Annotated[float, Field(ge=0)]
+Loss = Annotated[float, Field(ge=-math.inf)]  # any but NaN: a loss of the user's may be below 0
 Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Hash = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 FileName = Annotated[str, StringConstraints(pattern=FILE_NAME)]
@@ -49,7 +50,7 @@ PythonFile = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,200}$"
 PartHash = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{8}$")]
 Tie = Annotated[list[Text], Field(min_length=2, max_length=MAX_NAMES)]
 Ties = Annotated[list[Tie], Field(max_length=MAX_NAMES)]
-WandbId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,128}$")]
+WandbId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9_.-]{0,127}$")]
 
 
 class FileEntry(TypedDict):
@@ -273,16 +274,23 @@ def check_bytes(manifest: dict) -> None:
 
 
 def check_state(state: Mapping[str, object]) -> None:
-    """Raise UserError if an entry of a run's state can't be written as JSON."""
+    """Raise UserError if a run's state can't be written as JSON, or not be read back from it."""
+    written = {}
     for name, value in state.items():
         try:
-            json.dumps(value)
+            written[name] = json.loads(json.dumps(value))
         except (TypeError, ValueError) as error:
             raise UserError(
                 f"{name!r} in the state that save() records can't be written as JSON: {error}; "
                 "record numbers and texts there, and tensors as buffers of the model, with "
                 "register_buffer"
             ) from None
+
+    # A tag that no reader takes would only be noticed at a resume
+    try:
+        check_type(written, State)
+    except ValueError as error:
+        raise UserError(f"no resume would take the state that save() records: {error}") from None
 
 
 def topology(engine: Any) -> dict:

@@ -180,6 +180,30 @@ def test_a_link_to_nowhere_is_named(tmp_path, path):
     assert not (tmp_path / "disk").exists()
 
 
+def test_a_state_that_no_resume_would_take_is_named(train, tmp_path):
+    """Before, every tag was written, and each reader refused them all."""
+    script = edited_script(tmp_path, ('"improved": improved,', '"improved": int(improved),'))
+    run = train("--max_iters=4", ranks=2, script=script)
+    assert run.returncode == 2
+    told = "no resume would take the state that save() records: improved is 1: Input should be a"
+    assert told in run.stderr and "Traceback" not in run.stderr
+    assert not TagStore(run.out_dir).list()
+
+
+def test_a_loss_below_0_is_saved_and_resumed(train):
+    """As with a bonus that a loss of the user's own subtracts. Losses of characters are about 3."""
+    plant = """
+import model
+plain = model.LMHead.losses
+model.LMHead.losses = lambda self, x, targets: plain(self, x, targets) - 20
+"""
+    run = done(train("--max_iters=4", plant=plant))
+    best = TagStore(run.out_dir).find("best").manifest["state"]["best_val_loss"]
+    assert -18 < best < -16
+    resumed = done(train("--max_iters=6", "--init_from=resume", plant=plant, out_dir=run.out_dir))
+    assert [*resumed.losses] == [1, 2, 3, 4, 5, 6]
+
+
 def test_a_tensor_in_the_state_is_named(train, tmp_path):
     position = '"sequences": batches.position'
     script = edited_script(tmp_path, (position, f'"ema": {{"w": loss}}, {position}'))
