@@ -108,7 +108,7 @@ def test_a_run_that_is_stopped_at_its_start_gets_no_sample_of_an_earlier_one(tra
     headline = tmp_path / "headline.py"
     headline.write_text(HEADLINE.format(root=str(ROOT), script=str(script)))
     command = [sys.executable, headline, *SMALL, f"--dataset={characters}", f"--out_dir={out_dir}", "--overwrite=True"]
-    job = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    job = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert job.returncode == 0, job.stderr
     stopped, no_sample, before = job.stdout.splitlines()[-3:]
     assert stopped == "exiting: no step has been made, so nothing is saved"
