@@ -163,7 +163,7 @@ def draw_line(axis: Any, history: list[dict], key: str, color: str) -> None:
 
 def draw_evaluations(axis: Any, history: list[dict], color: str) -> None:
     """Draw the validation losses with their standard errors."""
-    # A record may lack its standard error
+    # A record may have no standard error
     losses = dict(series(history, "val_loss"))
     error_of = dict(series(history, "val_loss_stderr"))
     errors = [error_of.get(iteration, 0) for iteration in losses]

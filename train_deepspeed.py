@@ -158,7 +158,7 @@ settings = configurator.settings_of_script(__file__, on_error=exit_on_all_ranks)
 stop_file = StopFile(os.path.join(settings.out_dir, "STOP"))  # one there now is an earlier run's
 
 # -----------------------------------------------------------------------------
-# Imports: here, because PyTorch takes seconds, and a mistake in the settings is told before
+# Imports: here, because PyTorch takes seconds, and a mistake in the settings is reported before
 
 import torch
 

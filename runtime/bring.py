@@ -67,7 +67,7 @@ def adapted(model_class: type[nn.Module], config_class: type) -> type[nn.Module]
     if not is_dataclass(config_class):
         raise UserError(
             f"GPTConfig of {file} is no dataclass, so no checkpoint can record it: {HOW}")
-    # What its configuration and its methods lack, all at once
+    # What is missing in its configuration and its methods, all at once
     known = [field.name for field in fields(config_class)]
     missing = [f"GPTConfig.{name}" for name in FIELDS if name not in known]
     is_ours = has_our_forward(model_class)

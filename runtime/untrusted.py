@@ -195,7 +195,7 @@ def open_no_follow(path: str | os.PathLike, flags: int) -> int:
     flags: those of os.open(), without O_TRUNC. Raises UnsafeFileError for a link and for anything
     else that isn't a regular file, and OSError.
     """
-    # O_NOFOLLOW refuses a link as well, but its error doesn't say so
+    # O_NOFOLLOW refuses a link as well, but its error doesn't name one
     if os.path.islink(path):
         raise UnsafeFileError(f"{path} is a link, and writing would change its target: remove it")
     flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC

@@ -69,7 +69,7 @@ def main():
 
 
 def missing_tool(installer):
-    """Return what this machine lacks, or None."""
+    """Return what is missing on this machine, or None."""
     if os.geteuid():
         return "needs root, for debootstrap and chroot"
     tools = ["debootstrap", "chroot", "mount"]

@@ -324,7 +324,7 @@ class TagStore:
         """
         if self.read_only or RANK != 0:
             return None
-        # Leave only tags that the run goes on from
+        # Leave only tags from which the run resumes
         self.remove_leftovers()
         for name in corrupt:
             self.move_away(name)

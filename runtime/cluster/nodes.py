@@ -25,7 +25,7 @@ def exit_if_ranks_differ(plan: Any, several_nodes: bool) -> None:
     fingerprints = [facts for _, facts in of_ranks]
     exit_together(mismatches(hosts, fingerprints))
 
-    # What is saved in parts by several nodes has to lie in one folder
+    # What is saved in parts by several nodes has to be in one folder
     settings = plan.settings
     if several_nodes and settings.keep_last and not settings.eval_only:
         exit_if_not_shared(settings.out_dir, hosts)

@@ -188,7 +188,7 @@ class Engine:
 
     def own_work_seconds(self) -> float:
         """Return the seconds that this rank worked in the first micro-step since the last call,
-        without waiting for others, or 0 if that can't be told."""
+        without waiting for others, or 0 if that isn't known."""
         return self.forward_backward.timer.seconds()
 
     @torch.no_grad()

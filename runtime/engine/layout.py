@@ -372,7 +372,7 @@ def zero2_layout(engine: DeepSpeedEngine) -> Zero2Layout:
     rank = dist.get_rank(zero2.dp_process_group)
     shards = []
     for i, master in enumerate(zero2.single_partition_of_fp32_groups):
-        # Where each parameter lies in the group's flat tensor
+        # Where each parameter is in the group's flat tensor
         params = zero2.round_robin_bit16_groups[i]
         offsets = zero2.round_robin_bit16_offsets[i]
         places = tuple(Place(param, offset) for param, offset in zip(params, offsets, strict=True))

@@ -167,7 +167,7 @@ def test_a_tag_without_a_file_is_skipped_and_other_files_stay(train, whole, tmp_
 
 
 def test_two_damaged_tags_of_which_each_rank_finds_one_are_skipped(train, whole, tmp_path):
-    """Rank 0 hashes the first file of a tag, and rank 1 the second one. The run goes on from the third newest tag."""
+    """Rank 0 hashes the first file of a tag, and rank 1 the second one. The run resumes from the third newest tag."""
     out_dir = shutil.copytree(whole(2).out_dir, tmp_path / "out",
                               ignore=shutil.ignore_patterns("best", "final"))
     for tag, number in (("iter_8", 0), ("iter_6", 1)):

@@ -9,7 +9,7 @@ from conftest import done
 
 from runtime.checkpoint.load import load_model
 
-# A clock that stands still but for 0.3 s in each micro-step and 7 s in each batch of an evaluation.
+# A clock that moves by 0.3 s in each micro-step and 7 s in each batch of an evaluation.
 # Each look takes a nanosecond, because a save divides by its time. Waiting for data takes 0.125 s
 # per step. The GPU that there isn't would make 1 GFLOP/s
 CLOCK = """

@@ -119,7 +119,7 @@ def test_each_line_is_a_document(tmp_path):
 
 @pytest.mark.parametrize("line_end", ["\r", "\r\n", "\n"])
 def test_any_line_end_ends_a_document(tmp_path, line_end):
-    """As in Python's text files. Line ends lie at all places of the blocks in which the file is read."""
+    """As in Python's text files. Line ends are at all places of the blocks in which the file is read."""
     texts = [f"{'é' * (number % 97)} {number}" for number in range(1000)]
     (tmp_path / "a.txt").write_bytes("".join(f"{text}{line_end}" for text in texts).encode())
     (tmp_path / "b.txt").write_bytes(b"last\r\r \r")
