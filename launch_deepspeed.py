@@ -318,9 +318,9 @@ def count_gpus() -> int:
     return torch.cuda.device_count()
 
 
-def train(ranks: int, script: str, args: list[str]) -> int:
+def train(ranks: int, script: str | os.PathLike, args: list[str]) -> int:
     """Run a training script in so many processes on this machine. Return its exit code."""
-    arguments = [f"--nproc_per_node={ranks}", script, *args]
+    arguments = [f"--nproc_per_node={ranks}", str(script), *args]
     print(shlex.join(["launch_deepspeed.py", *arguments]), flush=True)
     return run_torchrun(arguments)
 

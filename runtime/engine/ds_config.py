@@ -31,8 +31,8 @@ BOOLEAN = (True, False)
 def allowed_keys(dtype: str) -> dict[str, Any]:
     """Return what a JSON may hold: {key: rule}.
 
-    A rule is a block's keys, the choices, an int (the value is a whole number of at least this) or
-    a float (the value is a number of at least this, or "auto").
+    A rule is a block's keys, the choices, an int (the value is a whole number of at least this), a
+    float (the value is a number of at least this, or "auto") or ... (any value).
     """
     offload = {"device": ("cpu", "none"), "pin_memory": BOOLEAN}
     return {
@@ -193,8 +193,10 @@ def key_problems(config: Mapping, allowed: Mapping, path: str = "") -> list[str]
     return problems
 
 
-def keeps_rule(value: object, rule: tuple | int | float) -> bool:
+def keeps_rule(value: object, rule: Any) -> bool:
     """Return whether a value keeps a rule of allowed_keys() that is no block."""
+    if rule is ...:
+        return True
     if isinstance(rule, tuple):
         return json.dumps(value) in map(json.dumps, rule)  # True and 1.0 equal 1
     if isinstance(rule, float) and value == "auto":

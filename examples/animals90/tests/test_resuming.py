@@ -51,9 +51,9 @@ def test_a_resume_goes_on_in_bfloat16_and_with_offload(train, option, tolerance)
 
 PRINT_DECAY = """
 from runtime.engine import setup
-made = setup.make_adamw
+plain_adamw = setup.make_adamw
 def adamw(*args, **options):
-    optimizer = made(*args, **options)
+    optimizer = plain_adamw(*args, **options)
     atexit.register(lambda: print("weight decay", optimizer.param_groups[0]["weight_decay"]))
     return optimizer
 import atexit
