@@ -166,12 +166,15 @@ def parameters_on_meta() -> Iterator[None]:
             on_meta[param] = like_parameter(param, param.to("meta"))
         register(self, name, on_meta[param])
 
-    # As long as the context lasts
+    # As long as the context lasts. unset_as_nan() would write into memory that is given back at once
+    fills = torch.utils.deterministic.fill_uninitialized_memory
+    torch.utils.deterministic.fill_uninitialized_memory = False
     nn.Module.register_parameter = register_on_meta
     try:
         yield
     finally:
         nn.Module.register_parameter = register
+        torch.utils.deterministic.fill_uninitialized_memory = fills
 
 
 def other_tensors(model: nn.Module) -> list[Tensor]:
