@@ -226,23 +226,10 @@ def installs():
     return markdown([*heads, "demo's loss", SOURCE], rows)
 
 
-def suites():
-    """./run_tests.sh in fresh Debian roots: tests/fresh_root.py --tests."""
-    rows = []
-    for file in read("cpu_suite_*.json"):
-        found = re.findall(r"(\d+) (passed|failed|error|skipped)", file["tests"])
-        counts = {what: f"{int(number):,}" for number, what in found}
-        rows.append([f"Debian {file['debian']}", file["python"], file["installer"],
-                     *(counts.get(what, "0") for what in ("passed", "failed", "error", "skipped")),
-                     f"{file['tests_s'] / 60:.0f}", link(file)])
-    heads = ["system", "Python", "with", "passed", "failed", "errors", "skipped", "minutes"]
-    return markdown([*heads, SOURCE], rows)
-
-
 TABLES = {
     "cards": cards, "speed": speed, "training": training, "fsdp2": fsdp2, "muon": muon, "race": race,
     "fast-path-losses": fast_path_losses, "memory": memory, "sampling": sampling, "checkpoints": checkpoints,
-    "drills": drills, "char": char, "installs": installs, "suites": suites}
+    "drills": drills, "char": char, "installs": installs}
 
 
 def pages():
