@@ -60,8 +60,9 @@ class LossSums:
         squares = (
             total.loss_squared - 2 * mean * total.counts_times_loss + mean**2 * total.counts_squared
         )
-        residuals = max(0.0, squares)
-        variance = residuals * total.windows / max(1, total.windows - 1)
+        if squares < 0:  # by rounding. max() would make 0 of NaN, too
+            squares = 0.0
+        variance = squares * total.windows / max(1, total.windows - 1)
         return Estimate(
             mean=mean,
             error=math.sqrt(variance) / total.counts,

@@ -42,3 +42,14 @@ def test_an_estimate_is_that_of_plain_sums(process_group, windows, batch):
     assert found.error == pytest.approx(math.sqrt(variance) / sum(numbers), rel=1e-9)
     assert found.error > 0.1
     assert found.bytes_per_target == pytest.approx(bytes_of_targets.sum().item() / sum(numbers))
+
+
+def test_a_loss_that_is_not_finite_has_no_error(process_group, windows):
+    """Before, its standard error was 0, as if the loss were exact."""
+    losses, targets, bytes_of_targets = windows
+    losses[0, 1] = math.nan
+    sums = LossSums(torch.device("cpu"))
+    sums.add(losses, targets, bytes_of_targets)
+    found = sums.estimate()
+    assert math.isnan(found.mean)
+    assert math.isnan(found.error)
