@@ -217,7 +217,9 @@ elif ranks.rank != 0:
     raise SystemExit(0)  # rank 0 plans for all
 
 plan = plan_run(settings, ranks)
-settings = plan.settings  # with "auto" resolved
+# batch_size and the numbers of iterations are resolved. dtype, compile and others may still be
+# "auto": see execution and plan.paths
+settings = plan.settings
 batch = plan.batch
 execution = plan.execution
 globals().update(vars(settings))  # from here on, each setting is a name of this script

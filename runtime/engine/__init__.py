@@ -4,7 +4,7 @@
     setup.py        the device, compiled blocks, the optimizer, DeepSpeed's engine
     fast_paths.py   which fast paths a run takes, and why
     forward_backward.py  forward and backward of a micro-step, also as a CUDA graph, with guards.py
-    layout.py       the only file that reads or replaces DeepSpeed's internals, with their table
+    layout.py       DeepSpeed's internals that are read or replaced, with their table
     grad_sink.py    where a kernel or a hook puts a gradient
     reduce.py       ZeRO-2: from gradients to shards
     zero3_blocks.py ZeRO-3: the same, and how weights are gathered

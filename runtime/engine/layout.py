@@ -1,4 +1,7 @@
-"""The only file that reads or replaces DeepSpeed's internals.
+"""What of DeepSpeed's internals is read or replaced.
+
+Beside this file, setup.py and engine.py use the loss scale and its lowest value, and model_parts.py
+the shape of a partitioned parameter.
 
 A Layout shows what ZeRO holds on this rank as tensors. Reductions, steppers, state and checkpoints
 take it, and know nothing of DeepSpeed. Methods of DeepSpeed are replaced by subclasses: an object

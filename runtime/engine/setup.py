@@ -68,7 +68,7 @@ def compile_blocks(
     fused = None
     choose_attention_backends(model)
     if paths.kernels.taken:
-        # Not at the top of the file, because examples/ have no model.py
+        # Not at the top of the file: examples/animals90 has no such blocks
         from runtime.kernels.fused import use_fused_blocks
 
         with all_exit_on(UserError):

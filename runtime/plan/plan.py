@@ -15,7 +15,7 @@ class RunPlan(MemoryInputs):
     RunPlan, or a RunPlan with other values.
     """
 
-    settings: Any  # from configurator.py, with "auto" resolved
+    settings: Any  # from configurator.py; batch_size and numbers of iterations are resolved
     datasets: tuple  # Datasets
     # {"tokenizer", "vocab_size", "template", "train_tokens", "val_tokens"} of all of them together
     data: dict | None
