@@ -108,6 +108,7 @@ def mounted(root, cache):
     mounts = [
         ("proc", "-t", "proc", "proc"),
         ("dev", "--bind", "/dev"),
+        ("dev/pts", "--bind", "/dev/pts"),  # a terminal for the tests of one
         ("dev/shm", "-t", "tmpfs", "tmpfs"),
         ("tmp", "-t", "tmpfs", "-o", "size=2g,mode=1777", "tmpfs"),
     ]

@@ -13,6 +13,7 @@ import subprocess
 import time
 from unittest.mock import Mock
 
+import psutil
 import pytest
 import torch
 from conftest import EIGHT, ROOT, SMALL, ForkedJob, done, kill, launch, patience, stage, wait_until
@@ -402,6 +403,10 @@ def test_ctrl_c_twice_ends_a_run_at_once(characters, tmp_path):
     job = ForkedJob([ROOT / "train_deepspeed.py", *args], 1, log, log)
     try:
         assert wait_until(lambda: log.exists() and "step 0:" in log.read_text())
+        # The step has begun: so much CPU time isn't needed for anything between evaluation and step
+        rank = psutil.Process(job.pids[0])
+        evaluated = rank.cpu_times().user
+        assert wait_until(lambda: rank.cpu_times().user > evaluated + 1.0)
         job.send_signal(signal.SIGINT)
         with pytest.raises(subprocess.TimeoutExpired):
             job.wait(timeout=patience(1))

@@ -89,6 +89,8 @@ def undecorated(function):
 def test_methods_are_replaced_by_ones_that_are_called_alike(ours):
     base = ours.__mro__[1]
     methods = [name for name, value in vars(ours).items() if inspect.isfunction(value)]
+    # Python 3.14 gives each class with annotations a function of its own for them
+    methods = [name for name in methods if not name.startswith("__annotate")]
     assert methods
     for name in methods:
         theirs = list(inspect.signature(undecorated(getattr(base, name))).parameters)
