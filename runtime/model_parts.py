@@ -57,19 +57,27 @@ class ModelTensors:
         return found
 
 
-def tensors_of(model: nn.Module) -> ModelTensors:
-    """Return the ModelTensors of a model, with whole shapes also at ZeRO-3."""
+def tensors_of(
+    model: nn.Module, shape_of: Callable[[nn.Parameter], torch.Size] = Tensor.size
+) -> ModelTensors:
+    """Return the ModelTensors of a model.
+
+    shape_of: gives a parameter's shape. Within an engine at ZeRO-3 it is layout.shape_of, because
+    parameters are empty between steps.
+    """
     params = {}
     for name, param in model.named_parameters(remove_duplicate=False):
-        params[name] = getattr(param, "ds_shape", param.shape)
+        params[name] = shape_of(param)
     buffers = {name: buffer.shape for name, buffer in persistent_buffers(model).items()}
     return ModelTensors(params, frozenset(map(frozenset, ties_of(model))), buffers)
 
 
-def count_elements(model: nn.Module) -> int:
-    """Return how many numbers a model's parameters and persistent buffers have, whole also at
-    ZeRO-3."""
-    tensors = tensors_of(model)
+def count_elements(
+    model: nn.Module, shape_of: Callable[[nn.Parameter], torch.Size] = Tensor.size
+) -> int:
+    """Return how many numbers a model's parameters and persistent buffers have. shape_of: as for
+    tensors_of()."""
+    tensors = tensors_of(model, shape_of)
     again = {name for group in tensors.ties for name in sorted(group)[1:]}
     shapes = [shape for name, shape in tensors.params.items() if name not in again]
     return sum(shape.numel() for shape in [*shapes, *tensors.buffers.values()])

@@ -11,8 +11,10 @@ import inspect
 import os
 import site
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from runtime.checkpoint.errors import OTHER_TAG, CheckpointError
@@ -171,12 +173,18 @@ def check_file(where: str, state: dict, model: nn.Module) -> None:
         )
 
 
-def check_tensors(where: str, saved: ModelTensors, source: dict | None, model: nn.Module) -> None:
+def check_tensors(
+    where: str,
+    saved: ModelTensors,
+    source: dict | None,
+    model: nn.Module,
+    shape_of: Callable[[nn.Parameter], torch.Size] = torch.Tensor.size,
+) -> None:
     """Raise CheckpointError unless a model has the tensors of a tag.
 
-    source: "model_source" of the tag's manifest, or None.
+    source: "model_source" of the tag's manifest, or None. shape_of: as for tensors_of().
     """
-    differing = tensors_of(model).differences(saved)
+    differing = tensors_of(model, shape_of).differences(saved)
     if not differing:
         return
 

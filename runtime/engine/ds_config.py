@@ -154,11 +154,9 @@ def set_precision(config: dict[str, Any], dtype: str) -> list[str]:
 
 def read_json(path: str) -> dict[str, Any]:
     """Return the object in a JSON file. Raises UserError for invalid JSON and duplicate keys."""
-    from deepspeed.runtime.config_utils import dict_raise_error_on_duplicate_keys
-
     try:
         text = read_regular(path, MAX_JSON_BYTES).decode("utf-8-sig")
-        config = json.loads(text, object_pairs_hook=dict_raise_error_on_duplicate_keys)
+        config = json.loads(text, object_pairs_hook=without_duplicates)
     except OSError as error:
         raise UserError(
             f"{path}: {error.strerror}: choose another file with --deepspeed_config=FILE"
@@ -168,6 +166,16 @@ def read_json(path: str) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise UserError(f"{path} must contain a JSON object")
     return config
+
+
+def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the object of these keys and values. Raises ValueError if a key comes twice."""
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = sorted(key for key in content if keys.count(key) > 1)
+        raise ValueError(f"these keys come twice: {', '.join(twice)}")
+    return content
 
 
 def key_problems(config: Mapping, allowed: Mapping, path: str = "") -> list[str]:

@@ -168,8 +168,6 @@ class Engine:
         self.micro_steps = 0
 
         # The step itself, DeepSpeed's or ours
-        scaler = self.layout.scaler if self.dtype == "float16" else None
-        min_scale = getattr(scaler, "min_scale", math.inf)
         if self.our_step is None:
             self.layout.step_of_deepspeed(loss_factor)
             norm = self.deepspeed.get_global_grad_norm()
@@ -183,8 +181,8 @@ class Engine:
         self.forward_backward.after_step()
         self.untouched.accept()
         self.steps += 1
-        scale = scaler.cur_scale if scaler else None
-        return StepResult(norm, applied, scale, min_scale)
+        scale = self.layout.loss_scale if self.dtype == "float16" else None
+        return StepResult(norm, applied, scale, self.layout.min_loss_scale)
 
     def own_work_seconds(self) -> float:
         """Return the seconds that this rank worked in the first micro-step since the last call,

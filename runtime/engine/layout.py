@@ -1,7 +1,5 @@
-"""What of DeepSpeed's internals is read or replaced.
-
-Beside this file, setup.py and engine.py use the loss scale and its lowest value, and model_parts.py
-the shape of a partitioned parameter.
+"""What of DeepSpeed's internals is read or replaced. Other files only call the functions and the
+engine's methods that DeepSpeed documents.
 
 A Layout shows what ZeRO holds on this rank as tensors. Reductions, steppers, state and checkpoints
 take it, and know nothing of DeepSpeed. Methods of DeepSpeed are replaced by subclasses: an object
@@ -15,8 +13,9 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.ops.adam import DeepSpeedCPUAdam
@@ -46,6 +45,8 @@ OWNERS = {
     "zero": "the optimizer of stage 2 or 3",
     "zero2": "the optimizer of stage 2",
     "zero3": "the optimizer of stage 3",
+    "scaler": "the loss scaler. It is dynamic in float16, unless the JSON has a loss scale",
+    "ops": "the package deepspeed.ops",
     "param": "a parameter, to which stage 3 adds attributes",
     "adam": "DeepSpeedCPUAdam",
 }
@@ -60,6 +61,10 @@ INTERNALS = (
     Internal("zero", "clip_grad loss_scale loss_scaler dtype", "settings of the step"),
     Internal("zero", "overflow _global_grad_norm _update_scale", "what a step reports"),
     Internal("zero", "reduce_bucket_size", "a setting of the JSON"),
+    Internal("scaler", "cur_scale min_scale", "the loss scale, and the lowest that it may become"),
+    Internal("scaler", "dynamic cur_iter last_overflow_iter cur_hysteresis", "what it has learned"),
+    Internal("scaler", "raise_error_at_min_scale", "at the lowest, skip the step, too"),
+    Internal("ops", "__compatible_ops__", "a library that it would compile on a CPU"),
     Internal("zero", "averaged_gradients", "where DeepSpeed looks for gradients"),
     Internal("zero2", "overlap_comm", "True would wait for the GPU after each backward"),
     Internal("zero2", "single_partition_of_fp32_groups", "the fp32 weights"),
@@ -93,6 +98,34 @@ INTERNALS = (
     Internal("adam", "ds_opt_adam opt_id", "a step on a piece of a shard"),
     Internal("param", "ds_id ds_tensor ds_shape ds_numel ds_status", "a parameter's shard"),
 )
+
+
+# What float16's dynamic scaler has learned. Its window is that of this run's JSON
+SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+
+
+# Before there is a Layout
+
+
+def avoid_compilation() -> None:
+    """Keep DeepSpeed from compiling a library for collectives on a CPU. Call this first."""
+    ops = deepspeed.ops
+    ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def skip_at_lowest_scale(engine: DeepSpeedEngine) -> None:
+    """Skip a step with float16's lowest loss scale, too, if its gradients aren't finite. DeepSpeed
+    would raise."""
+    zero = engine.optimizer
+    scaler = zero.loss_scaler
+    if scaler.dynamic:
+        scaler.raise_error_at_min_scale = False
+
+
+def set_loss_scale(engine: DeepSpeedEngine, scale: float) -> None:
+    """Multiply the loss by this from now on."""
+    zero = engine.optimizer
+    zero.loss_scale = scale
 
 
 # What a Layout consists of
@@ -173,16 +206,26 @@ class Layout:
         return None
 
     @property
-    def scaler(self) -> Any:
-        """DeepSpeed's loss scaler. It is dynamic in float16, unless the JSON has a loss scale."""
-        zero = self.engine.optimizer
-        return zero.loss_scaler
-
-    @property
     def loss_scale(self) -> float:
         """What the loss was multiplied by. The gradients have it in them."""
         zero = self.engine.optimizer
         return zero.loss_scale
+
+    @property
+    def min_loss_scale(self) -> float:
+        """The lowest that the loss scale may become; infinite if it is constant."""
+        zero = self.engine.optimizer
+        scaler = zero.loss_scaler
+        return scaler.min_scale if scaler.dynamic else math.inf
+
+    def restore_scale(self, saved: object) -> None:
+        """Continue with the loss scale of a tag's scaler, if that one and this run's are
+        dynamic."""
+        zero = self.engine.optimizer
+        scaler = zero.loss_scaler
+        if scaler.dynamic and getattr(saved, "dynamic", False):
+            for name in SCALER_FIELDS:
+                setattr(scaler, name, getattr(saved, name))
 
     def connect(self, hooks: Hooks) -> None:
         """Let DeepSpeed call these hooks."""

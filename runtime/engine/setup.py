@@ -23,7 +23,12 @@ from runtime.engine.any_optimizer import (
 from runtime.engine.ds_config import takes_our_gradients, uses_offload
 from runtime.engine.fast_paths import FastPaths, check_trainable
 from runtime.engine.forward_backward import use_stream_for_capture
-from runtime.engine.layout import Layout
+from runtime.engine.layout import (
+    Layout,
+    avoid_compilation,
+    set_loss_scale,
+    skip_at_lowest_scale,
+)
 from runtime.engine.muon import is_muon
 from runtime.engine.reduce import BucketedAllReduce, LocalAccumulation
 from runtime.engine.step import OurStep
@@ -51,9 +56,9 @@ def setup_device(
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
 
-    # DeepSpeed uses old names, and on a CPU it would compile a library at the start
+    # DeepSpeed uses old names
     warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    avoid_compilation()
     level = "INFO" if ds_config.get("wall_clock_breakdown") else "WARNING"
     deepspeed.utils.logger.setLevel(level)
     deepspeed.init_distributed(verbose=False)
@@ -200,14 +205,12 @@ def initialize(
     with silence_stdout(), without_warning("untested optimizer"):
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
 
-    # At float16's lowest loss scale, skip the step, too
-    if hasattr(getattr(engine.optimizer, "loss_scaler", None), "raise_error_at_min_scale"):
-        engine.optimizer.loss_scaler.raise_error_at_min_scale = False
+    skip_at_lowest_scale(engine)
     if engine.bfloat16_enabled() and scales_loss:
         sequences = engine.train_micro_batch_size_per_gpu() * engine.gradient_accumulation_steps()
         tokens = sequences * model.config.block_size  # over which the loss is a mean
         largest = tokens if masked else 16 * tokens
-        engine.optimizer.loss_scale = 2.0 ** largest.bit_length()
+        set_loss_scale(engine, 2.0 ** largest.bit_length())
     return engine
 
 

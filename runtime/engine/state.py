@@ -6,12 +6,9 @@ from runtime.checkpoint.errors import CheckpointError
 from runtime.checkpoint.model_source import check_tensors
 from runtime.checkpoint.tag_reader import TagReader
 from runtime.engine.any_optimizer import is_adamw
-from runtime.engine.layout import Layout
+from runtime.engine.layout import Layout, shape_of
 from runtime.engine.muon import moments_of
 from runtime.engine.shard import Shard
-
-# What float16's dynamic scaler has learned. Its window is that of this run's JSON
-SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 @torch.no_grad()
@@ -21,7 +18,7 @@ def copy_into(layout: Layout, reader: TagReader) -> None:
     Raises CheckpointError if the tag has another model, or not all that the optimizer keeps.
     """
     params = dict(layout.module.named_parameters())
-    check_tensors(reader.folder, reader.tensors(), reader.source, layout.module)
+    check_tensors(reader.folder, reader.tensors(), reader.source, layout.module, shape_of)
     init_state(layout, reader)
     for shard in layout.shards:
         check_state(layout, reader, shard)
@@ -43,11 +40,7 @@ def copy_into(layout: Layout, reader: TagReader) -> None:
                 target = flat.narrow(0, piece.offset, piece.numel)
                 target.copy_(saved[piece.start : piece.start + piece.numel])
 
-    scaler = layout.scaler
-    saved_scaler = reader.loss_scaler
-    if getattr(scaler, "dynamic", False) and getattr(saved_scaler, "dynamic", False):
-        for name in SCALER_FIELDS:
-            setattr(scaler, name, getattr(saved_scaler, name))
+    layout.restore_scale(reader.loss_scaler)
     layout.restore_counters(reader.model_state)
 
 

@@ -18,6 +18,7 @@ from runtime.chosen_model import GPT, GPTConfig
 from runtime.data.folder_tokenizer import check_ids, how_to_prepare
 from runtime.data.loader import BatchSizes
 from runtime.data.mixture import same_tokenizer
+from runtime.engine.layout import shape_of
 from runtime.errors import UserError
 from runtime.model_parts import count_elements, tensors_of, ties_of, without_memory
 from runtime.plan.compare import (
@@ -137,7 +138,7 @@ def saved_state(plan: Any, model: nn.Module) -> dict[str, Any]:
         "model": asdict(plan.model),
         "ties": ties_of(model),
         "model_source": source_of(model),
-        "elements": count_elements(model),
+        "elements": count_elements(model, shape_of),
         "sources": plan.start.sources,
         "eval_windows": plan.eval_windows,
         "lora": lora,

@@ -19,6 +19,8 @@ SOURCES = {
     "zero3": ("deepspeed.runtime.zero.stage3", "deepspeed.runtime.base_optimizer"),
     "param": ("deepspeed.runtime.zero.partition_parameters",),
     "adam": ("deepspeed.ops.adam.cpu_adam",),
+    "scaler": ("deepspeed.runtime.fp16.loss_scaler",),
+    "ops": ("deepspeed.ops",),
 }
 SUBCLASSES = {
     layout.QuietEngine: "engine",
@@ -27,6 +29,12 @@ SUBCLASSES = {
     layout.ExactStage3: "zero3",
 }
 OURS = {"hooks", "__class__"}  # what is not DeepSpeed's
+# Names of the table that our own objects, PyTorch's, or DeepSpeed's documented engine have, too
+COMMON = {
+    "checkpoint_engine", "config", "dtype", "dynamic", "global_steps", "loss_scale", "loss_scaler", "module",
+    "optimizer", "save_checkpoint", "set_gradient_accumulation_boundary", "step", "zero_optimization_stage",
+    "zero_use_cpu_optimizer",
+}
 
 
 def table():
@@ -37,7 +45,7 @@ def table():
 def used():
     """What the file uses, {(owner, name)}: attributes of the variables of OWNERS, of `self` in the subclasses, and
     methods that these replace."""
-    found = set()
+    found = {("scaler", name) for name in layout.SCALER_FIELDS}
     tree = ast.parse((ENGINE / "layout.py").read_text(encoding="utf-8"))
     owner_of_class = {cls.__name__: owner for cls, owner in SUBCLASSES.items()}
     for top in tree.body:
@@ -53,7 +61,7 @@ def used():
                 found.add((owner_of_self, node.attr))
             elif name == "param" and node.attr.startswith("ds_"):
                 found.add(("param", node.attr))
-            elif name in layout.OWNERS and name != "param" and isinstance(base, ast.Name):
+            elif name in layout.OWNERS and name != "param" and (name == "engine" or isinstance(base, ast.Name)):
                 found.add((name, node.attr))
     return {(owner, name) for owner, name in found if name not in OURS}
 
@@ -108,3 +116,49 @@ def test_only_this_file_uses_internals_of_deepspeed():
             if re.search(r"optimizer\._|engine\._|\.ds_[a-z]+", ours.sub("", line)):
                 found.append(f"{path.relative_to(ROOT)}:{number}: {line.strip()}")
     assert not found
+
+
+def internals_in(source):
+    """[line: what a source uses of DeepSpeed's internals]: names of the table, also as a text, what begins with `ds_`
+    or with `_` of an object of DeepSpeed's, parts of engine.optimizer, and modules that are not documented."""
+    names = {name for _, name in table()} - COMMON
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        used = None
+        if isinstance(node, ast.Attribute):
+            base = node.value
+            holder = getattr(base, "id", getattr(base, "attr", ""))
+            above = getattr(base, "value", None)
+            of_engine = getattr(above, "id", getattr(above, "attr", "")) in ("engine", "deepspeed")
+            if node.attr in names or holder == "optimizer" and of_engine:
+                used = node.attr
+            elif node.attr.startswith("_") and holder in ("deepspeed", "engine", "ops", "zero"):
+                used = node.attr
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("getattr", "hasattr", "setattr"):
+            text = getattr(node.args[1], "value", None)
+            if text in names or str(text).startswith("ds_"):
+                used = text
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("deepspeed"):
+            if node.module not in ("deepspeed.runtime.engine", "deepspeed.utils"):
+                used = node.module
+        if used:
+            found.append(f"{node.lineno}: {used}")
+    return found
+
+
+def test_no_other_file_reads_them_under_any_name():
+    found = {}
+    for path in (ROOT / "runtime").rglob("*.py"):
+        lines = internals_in(path.read_text(encoding="utf-8"))
+        if lines and path.name != "layout.py":
+            found[str(path.relative_to(ROOT))] = lines
+    # The estimate of FLOPs, which DeepSpeed documents
+    assert found.keys() <= {"runtime/monitor/profiler.py"}, found
+
+
+@pytest.mark.parametrize("line", [
+    "engine.optimizer.loss_scaler.raise_error_at_min_scale = False", "deepspeed.ops.__compatible_ops__['a'] = False",
+    "getattr(scaler, 'min_scale', math.inf)", "scale = scaler.cur_scale", "getattr(param, 'ds_shape', param.shape)",
+    "engine.optimizer.loss_scale = 2.0", "from deepspeed.runtime.config_utils import f"])
+def test_each_way_to_read_them_is_seen(line):
+    assert internals_in(line)

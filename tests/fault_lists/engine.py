@@ -136,9 +136,9 @@ FAULTS = [
     Fault(
         subject="loss scale, re-shard",
         description="a resume at another ZeRO stage starts with the JSON's loss scale",
-        file="runtime/engine/state.py",
-        function="copy_into",
-        old="setattr(scaler, name, getattr(saved_scaler, name))",
+        file="runtime/engine/layout.py",
+        function="Layout.restore_scale",
+        old="setattr(scaler, name, getattr(saved, name))",
         new="pass",
         test=(
             "checkpoint/test_resume.py::"
