@@ -50,7 +50,7 @@ class Way:
 
     recomputed: activations are recomputed in backward. compiled: by dynamo and autograd as with
     inductor, which would need a compiler. masked: the loss scale is that of data in which few
-    tokens are targets.
+    tokens are targets. planned: how many times as many micro-steps as are made the JSON has.
 
     poison: after the first step there is one more, in which one element of one gradient is that, on
     the last rank alone and in the middle micro-step alone.
@@ -69,6 +69,7 @@ class Way:
     recomputed: bool = False
     compiled: bool = False
     masked: bool = False
+    planned: int = 1
     poison: str | None = None
 
 
@@ -156,6 +157,9 @@ BFLOAT16 = Group(
 GROWING = {"fp16": {"initial_scale_power": 8, "loss_scale_window": 2, "hysteresis": 1}}
 scaled_2 = Way("stage 2", 2, "float16", config=GROWING, clip=0.0)
 scaled_3 = replace(scaled_2, name="stage 3", stage=3)
+scaled_own = replace(scaled_3, name="own stage 3", zero=RELEASED, ours=False)
+# At the lowest scale
+LOWEST = {"fp16": {**GROWING["fp16"], "initial_scale_power": 0}}
 FLOAT16 = Group(
     (
         scaled_2,
@@ -163,6 +167,10 @@ FLOAT16 = Group(
         replace(scaled_2, name="stage 2 static", config={"fp16": {"loss_scale": 128}}),
         scaled_3,
         poisoned(scaled_3, "inf"),
+        scaled_own,
+        poisoned(scaled_own, "inf"),
+        poisoned(replace(scaled_own, name="own fewer", config=LOWEST, planned=2), "inf"),
+        replace(scaled_2, name="own stage 2", ours=False, forced=True, planned=2),
     ),
     steps=5,
 )

@@ -63,6 +63,7 @@ INTERNALS = (
     Internal("zero", "reduce_bucket_size", "a setting of the JSON"),
     Internal("scaler", "cur_scale min_scale", "the loss scale, and the lowest that it may become"),
     Internal("scaler", "dynamic cur_iter last_overflow_iter cur_hysteresis", "what it has learned"),
+    Internal("scaler", "update_scale", "sets the scale of the next step"),
     Internal("scaler", "raise_error_at_min_scale", "at the lowest, skip the step, too"),
     Internal("ops", "__compatible_ops__", "a library that it would compile on a CPU"),
     Internal("zero", "averaged_gradients", "where DeepSpeed looks for gradients"),
@@ -271,13 +272,17 @@ class Layout:
         """
         engine = self.engine
         zero = engine.optimizer
+        scaler = zero.loss_scaler
         zero.finalize_gradient_accumulation_boundary()
         # The step divides by the scale, and the gradients are a mean over another number
-        zero.loss_scaler.cur_scale *= loss_factor
+        scale = scaler.cur_scale
+        scaler.cur_scale = scale * loss_factor
         engine.set_gradient_accumulation_boundary(True)
         engine.step()
         engine.set_gradient_accumulation_boundary(False)
-        zero.loss_scaler.cur_scale /= loss_factor
+        # The scale of the next step
+        scaler.cur_scale = scale
+        scaler.update_scale(zero.overflow)
 
     def restore_counters(self, saved: dict) -> None:
         """Take DeepSpeed's counters from the content of a tag's model file."""
@@ -379,8 +384,20 @@ class OurStage2(DeepSpeedZeroOptimizer):
         self.hooks.step()
 
 
+class ExactStage2(DeepSpeedZeroOptimizer):
+    """DeepSpeed's stage 2, after any number of micro-steps."""
+
+    def _update_scale(self, has_overflow: bool = False) -> None:
+        """Keep the loss scale during a step: Layout.step_of_deepspeed() sets the next one."""
+
+
 class Zero2Layout(Layout):
     """The Layout of stage 2."""
+
+    def __init__(self, engine: DeepSpeedEngine, shards: tuple[Shard, ...]) -> None:
+        super().__init__(engine, shards)
+        zero2 = engine.optimizer
+        zero2.__class__ = ExactStage2  # until connect()
 
     def connect(self, hooks: Hooks) -> None:
         zero2 = self.engine.optimizer
@@ -457,7 +474,11 @@ class OurStage3(DeepSpeedZeroOptimizer_Stage3):
 
 
 class ExactStage3(DeepSpeedZeroOptimizer_Stage3):
-    """DeepSpeed's stage 3, right for parameters without a gradient in some micro-steps.
+    """DeepSpeed's stage 3, right for parameters without a gradient in some micro-steps, and for a
+    loss scale that changes.
+
+    DeepSpeed sets the next loss scale before it divides the gradients by it: where the scale grows,
+    they would be halved. Here, Layout.step_of_deepspeed() sets it after the step.
 
     DeepSpeed copies the gradients of the first micro-step over those of the last step, and adds
     those of the others. So a parameter that the first one doesn't use would keep the last step's.
@@ -471,6 +492,9 @@ class ExactStage3(DeepSpeedZeroOptimizer_Stage3):
             for param in group:
                 self._offload_boundary_param_ids.add(param.ds_id)
         super().finalize_gradient_accumulation_boundary()
+
+    def _update_scale(self, has_overflow: bool = False) -> None:
+        """Keep the loss scale during a step."""
 
     def step(self, closure: None = None) -> None:
         """Make a step, and begin the next one with zeros."""

@@ -25,6 +25,7 @@ SOURCES = {
 SUBCLASSES = {
     layout.QuietEngine: "engine",
     layout.OurStage2: "zero2",
+    layout.ExactStage2: "zero2",
     layout.OurStage3: "zero3",
     layout.ExactStage3: "zero3",
 }

@@ -95,6 +95,10 @@ def test_kernels_of_our_own_train_as_plain_pytorch(trained, ranks, name):
         ("stage 2 static", [128, 128, 128, 128, 128], [1, 1, 1, 1, 1]),
         ("stage 2 inf", [256, 128, 128, 128, 256, 256], [1, 0, 1, 1, 1, 1]),
         ("stage 3 inf", [256, 128, 128, 128, 256, 256], [1, 0, 1, 1, 1, 1]),
+        ("own stage 3", [256, 256, 512, 512, 1024], [1, 1, 1, 1, 1]),
+        ("own stage 3 inf", [256, 128, 128, 128, 256, 256], [1, 0, 1, 1, 1, 1]),
+        ("own fewer inf", [1, 1, 1, 1, 2, 2], [1, 0, 1, 1, 1, 1]),
+        ("own stage 2", [256, 256, 512, 512, 1024], [1, 1, 1, 1, 1]),
     ],
 )
 def test_float16_is_plain_pytorch_while_the_loss_scale_grows(trained, ranks, name, scales, applied):

@@ -111,7 +111,8 @@ def plain_sample(model: GPT) -> list[int]:
 def build(way: Way, layers: int):
     """Return DeepSpeed's engine, made as the script makes it, and the fused blocks or None."""
     world_size = dist.get_world_size()
-    batch = BatchSizes(SEQUENCES // MICRO_STEPS // world_size, MICRO_STEPS, world_size, T)
+    micro_batch = SEQUENCES // MICRO_STEPS // world_size
+    batch = BatchSizes(micro_batch, MICRO_STEPS * way.planned, world_size, T)
     torch.nn.functional.linear = LINEAR  # which stage 3 replaces for good
     model = fresh_model(layers)
     if way.compiled:

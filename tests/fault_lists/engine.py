@@ -134,6 +134,18 @@ FAULTS = [
         ),
     ),
     Fault(
+        subject="loss scale, DeepSpeed's step",
+        description="the scale of a step with fewer micro-steps than planned becomes the next one",
+        file="runtime/engine/layout.py",
+        function="Layout.step_of_deepspeed",
+        old="scaler.cur_scale = scale",
+        new="pass",
+        test=(
+            "engine/test_zero.py::test_float16_is_plain_pytorch_while_the_loss_scale_grows[2 "
+            "ranks-own fewer inf-scales7-applied7]"
+        ),
+    ),
+    Fault(
         subject="loss scale, re-shard",
         description="a resume at another ZeRO stage starts with the JSON's loss scale",
         file="runtime/engine/layout.py",
@@ -414,7 +426,7 @@ FAULTS = [
     Fault(
         subject="loss scale, hysteresis",
         description="a resume forgives as many overflows as a fresh run",
-        file="runtime/engine/state.py",
+        file="runtime/engine/layout.py",
         function=MODULE,
         old='"cur_hysteresis"',
         new='"cur_iter"',
