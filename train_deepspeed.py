@@ -190,6 +190,7 @@ from runtime.engine.engine import Engine
 from runtime.engine.fast_paths import confirm
 from runtime.engine.muon import split_matrices
 from runtime.errors import UserError
+from runtime.model_parts import evaluating
 from runtime.monitor.estimate import LossSums
 from runtime.monitor.health import StepHealth
 from runtime.monitor.profiler import Profiler
@@ -372,18 +373,18 @@ def estimate_loss() -> dict[str, list] | None:
     a stop is requested meanwhile."""
     stop_check = StopCheck(shutdown)
     losses = {"train": [], "val": []}
-    model.eval()
-    for split, estimates in losses.items():
-        for tokens in plan.tokens[split]:
-            sums = LossSums(device)
-            windows = eval_batches(tokens, plan.eval_windows, batch, ranks.rank, vocab_size, device)
-            for x, y in windows:
-                sums.add(engine.evaluate(x, y), y, bytes_of_tokens[y])
-                if stop_check.is_requested():
-                    model.train()
-                    return None
-            estimates.append(sums.estimate())  # over all ranks
-    model.train()
+    with evaluating(model):
+        for split, estimates in losses.items():
+            for tokens in plan.tokens[split]:
+                sums = LossSums(device)
+                windows = eval_batches(
+                    tokens, plan.eval_windows, batch, ranks.rank, vocab_size, device
+                )
+                for x, y in windows:
+                    sums.add(engine.evaluate(x, y), y, bytes_of_tokens[y])
+                    if stop_check.is_requested():
+                        return None
+                estimates.append(sums.estimate())  # over all ranks
     return losses
 
 
@@ -428,9 +429,8 @@ def loss_is_finite() -> bool:
     tokens = plan.tokens["val"][0]
     windows = eval_batches(tokens, plan.eval_windows, batch, ranks.rank, vocab_size, device)
     x, y = next(windows)
-    model.eval()
-    loss = engine.evaluate(x, y).masked_fill(y < 0, 0).double().sum()
-    model.train()
+    with evaluating(model):
+        loss = engine.evaluate(x, y).masked_fill(y < 0, 0).double().sum()
     (total,) = all_reduce_sum(loss)
     return math.isfinite(total)
 

@@ -100,6 +100,19 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
     return {name: buffers[name] for name in saved if name in buffers and name not in params}
 
 
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Set a model to evaluation. Afterwards, each module is as before: some may stay in eval() while
+    the others train, such as a frozen part with dropout."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
 def check_extra_state(model: nn.Module) -> None:
     """Raise UserError if a module has a state that is neither parameter nor buffer: no reader of
     our checkpoints could give it back."""

@@ -8,6 +8,7 @@ from torch import nn
 
 from runtime.cluster.ranks import RANK, print0
 from runtime.files import remove_links, write_atomic
+from runtime.model_parts import evaluating
 
 LAST_STEP = 7  # of the trace; the first five steps compile
 TRACED = 2  # steps
@@ -20,11 +21,10 @@ def count_flops(model: nn.Module, file: Path) -> float:
 
     T = model.config.block_size
     tokens = torch.zeros((1, T), dtype=torch.long, device=model.lm_head.weight.device)
-    with torch.no_grad():
+    with evaluating(model), torch.no_grad():
         counted, *_ = get_model_profile(
             model, args=[tokens], warm_up=0, as_string=False, output_file=str(file)
         )
-    model.train()
     return counted / T
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from runtime.chosen_model import GPT
 from runtime.errors import UserError
 from runtime.kernels.decode import decode_step_for
+from runtime.model_parts import evaluating
 from runtime.output import printable
 from runtime.paths import expand_path
 from runtime.untrusted import read_regular
@@ -202,20 +203,19 @@ def sample_while_training(
     whole = model.lm_head.vocab_size
     n_tokens = min(n_tokens, model.config.block_size - len(prompt))
     model.lm_head.vocab_size = vocab_size
-    model.eval()
     try:
-        ids = model.generate(
-            torch.tensor([prompt], device=device),
-            n_tokens,
-            TEMPERATURE,
-            TOP_K,
-            generator=torch.Generator(device).manual_seed(seed),
-            on_token=on_token,
-            cuda_graphs=False,
-        )
+        with evaluating(model):
+            ids = model.generate(
+                torch.tensor([prompt], device=device),
+                n_tokens,
+                TEMPERATURE,
+                TOP_K,
+                generator=torch.Generator(device).manual_seed(seed),
+                on_token=on_token,
+                cuda_graphs=False,
+            )
     except StoppedError:
         return None
     finally:
         model.lm_head.vocab_size = whole
-        model.train()
     return ids[0].tolist()

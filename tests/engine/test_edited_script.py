@@ -143,3 +143,14 @@ def test_ranks_make_the_same_number_of_micro_steps(train, tmp_path, loop):
     assert run.returncode == 2
     assert "micro-steps" in run.stderr
     assert "Traceback" not in run.stderr and "not finite" not in run.stdout + run.stderr
+
+
+def test_a_module_in_eval_stays_so_after_evaluations_and_samples(train, tmp_path):
+    """All dropout is in model.transformer. With it in eval(), losses are those without dropout."""
+    place = "    model.crop_block_size(block_size)\n"
+    script = edited_script(tmp_path, (place, f"{place}    model.transformer.eval()\n"))
+    options = ("--eval_interval=2", "--sample_interval=3", "--sample_tokens=4", "--max_iters=6")
+    expected = done(train(*options))
+    run = done(train(*options, "--dropout=0.5", script=script))
+    assert run.losses == expected.losses
+    assert run.evals == expected.evals and len(run.evals) == 4
