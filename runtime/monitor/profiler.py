@@ -9,6 +9,7 @@ from torch import nn
 from runtime.cluster.ranks import RANK, print0
 from runtime.files import remove_links, write_atomic
 from runtime.model_parts import evaluating
+from runtime.output import counted
 
 LAST_STEP = 7  # of the trace; the first five steps compile
 TRACED = 2  # steps
@@ -22,10 +23,10 @@ def count_flops(model: nn.Module, file: Path) -> float:
     T = model.config.block_size
     tokens = torch.zeros((1, T), dtype=torch.long, device=model.lm_head.weight.device)
     with evaluating(model), torch.no_grad():
-        counted, *_ = get_model_profile(
+        flops, *_ = get_model_profile(
             model, args=[tokens], warm_up=0, as_string=False, output_file=str(file)
         )
-    return counted / T
+    return flops / T
 
 
 class Profiler:
@@ -46,6 +47,7 @@ class Profiler:
         if RANK == 0:
             flops = count_flops(model, self.folder / "flops.txt")
             print0(f"{flops:.4g} FLOPs per token in a forward, by DeepSpeed")
+        self.is_traced = False
         # The trace: a step to warm up, and then those that are traced
         schedule = torch.profiler.schedule(
             skip_first=LAST_STEP - TRACED - 1, wait=0, warmup=1, active=TRACED, repeat=1
@@ -64,11 +66,18 @@ class Profiler:
         return self.profiler.step_num == LAST_STEP
 
     def close(self) -> None:
-        """End the last step."""
+        """End the last step. If the run was too short for the trace, say so."""
         self.profiler.stop()
+        steps = self.profiler.step_num
+        if not self.is_traced:
+            print0(
+                f"note       profile=True wrote no trace: this run made {counted(steps, 'step')}, "
+                f"and the trace is of steps {LAST_STEP - TRACED + 1} to {LAST_STEP}: let it run on"
+            )
 
     def write(self, profiler: torch.profiler.profile) -> None:
         """Write the trace. A failure is reported, and the run continues."""
+        self.is_traced = True
         try:
             profiler.export_chrome_trace(str(self.folder / f"trace_rank{RANK}.json.gz"))
             if RANK == 0:

@@ -48,5 +48,7 @@ def test_of_iterations_that_are_not_reached_nothing_is_written_over_what_is_ther
     before = {path.name: path.read_bytes() for path in (run.out_dir / "profile").iterdir() if "flops" not in path.name}
     on = train(*args, "--max_iters=9", "--init_from=resume", out_dir=run.out_dir)
     assert on.returncode == 0 and "wrote a trace" not in on.stdout
+    assert "profile=True wrote no trace: this run made 2 steps, and the trace is of steps 6 to 7" in on.stdout
+    assert "wrote no trace" not in run.stdout
     assert sorted(before) == ["operations.txt", "trace_rank0.json.gz"]
     assert {name: (run.out_dir / "profile" / name).read_bytes() for name in before} == before
