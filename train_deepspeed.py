@@ -287,7 +287,9 @@ if plan.stage == 3:
 shutdown.exit_if_requested()
 groups = model.parameter_groups(weight_decay)
 if optimizer == "muon":
-    groups = split_matrices(groups, model, muon_learning_rate / learning_rate, batch.world_size)
+    lr_ratio = muon_learning_rate / learning_rate
+    with all_exit_on(UserError):
+        groups = split_matrices(groups, model, lr_ratio, batch.world_size)
 adamw = setup.make_adamw(groups, plan.ds_config, lr=learning_rate, betas=(beta1, beta2))
 print0(optimizer_line(plan, adamw))
 masked = bool(plan.data["template"])  # only some tokens are targets
@@ -372,7 +374,7 @@ def estimate_loss() -> dict[str, list] | None:
     """Return {split: an Estimate of each dataset}, over the same windows each time. Return None if
     a stop is requested meanwhile."""
     stop_check = StopCheck(shutdown)
-    losses = {"train": [], "val": []}
+    losses: dict[str, list] = {"train": [], "val": []}
     with evaluating(model):
         for split, estimates in losses.items():
             for tokens in plan.tokens[split]:

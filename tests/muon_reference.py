@@ -25,17 +25,24 @@ class PlainMuon:
     """torch.optim.Muon for the matrices of a GPT's blocks, with q, k and v apart, and AdamW for the rest. The caller
     sets the learning rate of each group, that of Muon's at lr_ratio times the others'."""
 
-    def __init__(self, model, decay, lr_ratio, parts=None, **adam):
-        """parts: {name of a matrix: how many matrices lie one below the other in it}; None: those of GPT-2."""
-        named = dict(model.named_parameters())
+    def __init__(self, model, decay, lr_ratio, parts=None, groups=None, **adam):
+        """parts: {name of a matrix: how many matrices lie one below the other in it}; None: those of GPT-2.
+
+        groups: the parameter groups, each with its weight_decay and maybe an lr_ratio; None: those of GPT-2."""
+        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if parts is None:
             parts = {name: 3 if "c_attn" in name else 1 for name, p in named.items() if ".h." in name and p.dim() == 2}
         self.parts = {named[name]: [torch.nn.Parameter(part) for part in named[name].data.chunk(n)]
                       for name, n in parts.items()}  # in the same memory
-        group = {"params": sum(self.parts.values(), []), "lr_ratio": lr_ratio}
-        others = [{**group, "params": [p for p in group["params"] if p not in self.parts]}
-                  for group in model.parameter_groups(decay)]
-        self.optimizers = torch.optim.Muon([group], weight_decay=decay), torch.optim.AdamW(others, **adam)
+        muons, others = [], []
+        for group in groups or model.parameter_groups(decay):
+            own_ratio = group.get("lr_ratio", 1)
+            matrices = [part for p in group["params"] if p in self.parts for part in self.parts[p]]
+            rest = [p for p in group["params"] if p not in self.parts]
+            muons.append({**group, "params": matrices, "lr_ratio": lr_ratio * own_ratio})
+            others.append({**group, "params": rest, "lr_ratio": own_ratio})
+        muons = [group for group in muons if group["params"]]
+        self.optimizers = torch.optim.Muon(muons), torch.optim.AdamW(others, **adam)
         self.param_groups = sum((optimizer.param_groups for optimizer in self.optimizers), [])
 
     def step(self):

@@ -42,5 +42,9 @@ def set_rates(optimizer, lr):
 
 
 def weights(engine):
-    """Return the weights that the optimizer steps, in float32, whole, on every rank."""
-    return {n: safe_get_full_fp32_param(p).detach().clone() for n, p in engine.module.named_parameters()}
+    """Return the weights that the optimizer steps, in float32, whole, on every rank; frozen ones as they are."""
+    whole = {}
+    for name, param in engine.module.named_parameters():
+        weight = safe_get_full_fp32_param(param) if param.requires_grad else param
+        whole[name] = weight.detach().clone()
+    return whole

@@ -12,6 +12,7 @@ import pickle
 import pkgutil
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,10 +23,18 @@ from runtime.model_parts import ModelTensors, persistent_buffers
 from runtime.torch_files import SAFE_GLOBALS, check_torch_file
 from runtime.untrusted import check_regular, open_regular
 
+SAME_OPTIMIZER = "use the parameter groups and the optimizer that it was trained with"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 # Of a field such as "exp_avg": [rank][group], a flat tensor, or None where an optimizer has no such
 Flat = list[list[Tensor | None]]
+
+
+class GroupState(NamedTuple):
+    """What the optimizer keeps of a parameter group."""
+
+    numbers: dict[str, Any]  # such as "step": numbers, and tensors of one
+    dtypes: dict[str, torch.dtype]  # of its tensors of the weights' size, such as "exp_avg"
 
 
 def mmap_load(path: str) -> dict:
@@ -73,11 +82,11 @@ class TagReader:
     of rank 0. Also step, loss_scaler and model_state, the content of the first model file.
     """
 
-    def __init__(self, folder: str | os.PathLike, manifest: dict):
+    def __init__(self, folder: str, manifest: dict):
         with content_errors(folder):
             self.read(folder, manifest)
 
-    def read(self, folder: str | os.PathLike, manifest: dict) -> None:
+    def read(self, folder: str, manifest: dict) -> None:
         """Open the files, and set the attributes. Raises any exception."""
         for name in manifest["files"]:
             check_regular(os.path.join(folder, name), follow_links=False)
@@ -155,7 +164,8 @@ class TagReader:
     def read_optimizers(self, optimizers: list[dict], stage: int) -> None:
         """Add what the optimizers' files keep flat: one tensor per field, rank and group.
 
-        optimizers: the state of each rank's. Sets what read_numbers() sets, and loss_scaler.
+        optimizers: the state of each rank's. Sets .group_states, the GroupState of each group,
+        .step, that of the first group, and .loss_scaler.
         """
         # DeepSpeed's names of the float32 weights, and of the optimizer's state
         if stage == 3:
@@ -172,12 +182,14 @@ class TagReader:
         for rank in optimizers:
             by_group = rank[states_key]["state"]
             states.append([by_group.get(i, {}) for i in range(len(self.groups))])
-        self.read_numbers(states[0], weights[0], len(optimizers))
+        self.group_states = self.read_group_states(states[0], weights[0], len(optimizers))
+        self.step = float(self.group_states[0].numbers.get("step", 0.0))
 
-        # What has the weights' size is cut as the weights are
+        # What has the weights' size is cut as the weights are. Some groups may have more of it
         flat = {"weight": weights}
-        for field in self.state_fields:
-            flat.setdefault(field, [[state.get(field) for state in rank] for rank in states])
+        for group_state in self.group_states:
+            for field in group_state.dtypes:
+                flat.setdefault(field, [[state.get(field) for state in rank] for rank in states])
         for field, tensors in flat.items():
             if stage == 3:
                 pieces = self.pieces_of_stage_3(tensors)
@@ -200,14 +212,14 @@ class TagReader:
     def pieces_of_stage_3(self, flat: Flat) -> dict[str, list[Tensor]]:
         """Return {name: [the piece of each rank]} of the parameters that have a field.
 
-        Each rank has its pieces of all parameters one after another, over all groups. The last
-        rank's have padding.
+        Each rank has its pieces of a group's parameters one after another. The last rank's have
+        padding.
         """
         pieces = defaultdict(list)
-        names = [name for group in self.groups for name in group]
         for of_groups in flat:
-            for name, piece in self.cut(names, of_groups, parts=len(flat)):
-                pieces[name].append(piece)
+            for group, tensor in zip(self.groups, of_groups, strict=True):
+                for name, piece in self.cut(group, [tensor], parts=len(flat)):
+                    pieces[name].append(piece)
         return pieces
 
     def cut(
@@ -226,17 +238,17 @@ class TagReader:
             yield name, slice_flat(tensors, start, size)
             start += size
 
-    def read_numbers(self, groups: list[dict], weights: list[Tensor], ranks: int) -> None:
-        """Tell the optimizer's numbers from its tensors.
+    def read_group_states(
+        self, groups: list[dict], weights: list[Tensor], ranks: int
+    ) -> list[GroupState]:
+        """Tell the optimizer's numbers from its tensors, and return what each group has.
 
-        groups: the first rank's state of each parameter group. weights: its flat weights. Sets
-        .state_fields, {name of a tensor: its dtype}, .numbers, {name: number or tensor of one} of
-        each group, and .step, that of the first group.
+        groups: the first rank's state of each parameter group. weights: its flat weights.
         """
-        self.state_fields: dict[str, torch.dtype] = {}
-        self.numbers: list[dict] = []
+        group_states = []
         for state, flat in zip(groups, weights, strict=True):
             numbers = {}
+            dtypes = {}
             # DeepSpeed pads a group to a multiple of twice the ranks, and saves the weights without
             # that
             sizes = range(flat.numel(), flat.numel() + 2 * ranks)
@@ -244,7 +256,7 @@ class TagReader:
                 if not torch.is_tensor(value):
                     numbers[key] = value
                 elif value.dim() == 1 and value.numel() in sizes:
-                    self.state_fields.setdefault(key, value.dtype)
+                    dtypes[key] = value.dtype
                 elif value.numel() == 1:
                     numbers[key] = value
                 else:
@@ -252,8 +264,37 @@ class TagReader:
                         f"{self.folder} has the optimizer's '{key}' in an unknown shape: "
                         f"{OTHER_TAG}"
                     )
-            self.numbers.append(numbers)
-        self.step = float(self.numbers[0].get("step", 0.0))
+            group_states.append(GroupState(numbers, dtypes))
+        return group_states
+
+    def group_state_of(self, names: Sequence[str]) -> GroupState:
+        """Return what the optimizer kept of these parameters, which are one group now.
+
+        The tag may have them in several groups, of other numbers than the groups have now. Raises
+        CheckpointError if the optimizer's numbers of these differ, or if it didn't train one.
+        """
+        found: GroupState | None = None
+        for name in names:
+            state = self.group_state_of_parameter(name)
+            if found is None:
+                found = state
+            elif state is not found and not same_numbers(state.numbers, found.numbers):
+                raise CheckpointError(
+                    f"{self.folder} has other numbers of the optimizer for {name} than for "
+                    f"{names[0]}, which are in one parameter group here: {SAME_OPTIMIZER}"
+                )
+        return found or GroupState({}, {})
+
+    def group_state_of_parameter(self, name: str) -> GroupState:
+        """Return what the optimizer kept of the group of a parameter. Raises CheckpointError."""
+        stored = self.stored_as.get(name, name)
+        for group, state in zip(self.groups, self.group_states, strict=True):
+            if stored in group:
+                return state
+        raise CheckpointError(
+            f"{self.folder} has no state of the optimizer for {name}, which was frozen: "
+            f"{SAME_OPTIMIZER}"
+        )
 
     def tensors(self) -> ModelTensors:
         """Return the names and shapes of what the tag has."""
@@ -286,6 +327,13 @@ class TagReader:
         with content_errors(self.folder), torch.no_grad():
             for name, buffer in persistent_buffers(model).items():
                 buffer.copy_(self.buffers[name])
+
+
+def same_numbers(some: dict[str, Any], others: dict[str, Any]) -> bool:
+    """Return whether two groups have equal numbers under equal names."""
+    if some.keys() != others.keys():
+        return False
+    return all(bool(some[key] == others[key]) for key in some)
 
 
 def slice_flat(tensors: Sequence[Tensor], start: int, length: int) -> Tensor:

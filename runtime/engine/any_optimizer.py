@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from runtime.engine.clip import Clip
+from runtime.engine.muon import is_muon
 from runtime.engine.shard import Shard
 from runtime.errors import UserError
 
@@ -54,18 +55,21 @@ def keep_rates_of_groups(optimizer: torch.optim.Optimizer) -> None:
     """Give each group with a learning rate of its own its "lr_ratio", as Muon's groups have one.
 
     The training loop sets the rate of every group in each step: that of the schedule, times
-    lr_ratio. Raises UserError if an optimizer whose own rate is 0 has such a group.
+    lr_ratio. A group of Muon's with a rate of its own has both ratios. Raises UserError if an
+    optimizer whose own rate is 0 has such a group.
     """
     usual = optimizer.defaults.get("lr")
     for group in optimizer.param_groups:
-        if "lr_ratio" in group or group["lr"] == usual:
+        is_given = "lr_ratio" in group and not is_muon(group)
+        if is_given or group["lr"] == usual:
             continue
         if not usual:
             raise UserError(
                 f"a parameter group has the learning rate {float(group['lr']):g} and the optimizer "
                 f"has {usual}, so their ratio isn't defined: give the group an lr_ratio"
             )
-        group["lr_ratio"] = float(group["lr"]) / float(usual)
+        own_ratio = float(group["lr"]) / float(usual)
+        group["lr_ratio"] = own_ratio * group.get("lr_ratio", 1)
 
 
 def optimizer_name(optimizer: torch.optim.Optimizer) -> str:

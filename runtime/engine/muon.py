@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from runtime.engine.clip import Clip
 from runtime.engine.shard import Place, Shard
+from runtime.errors import UserError
 from runtime.kernels.gram import symmetric_product
 
 MOMENTUM = 0.95
@@ -30,8 +31,12 @@ MAX_BATCH = 2**28  # elements; a batch of matrices takes a few times this memory
 def split_matrices(
     groups: list[dict], model: nn.Module, lr_ratio: float, world_size: int
 ) -> list[dict]:
-    """Return parameter groups with a new one for Muon, of GPT.muon_matrices(). Its learning rate is
-    `lr_ratio` times that of the others, and its "parts" are those of its "params".
+    """Return parameter groups with the matrices of GPT.muon_matrices() in groups for Muon.
+
+    Each group that has such matrices gets one for Muon, with its own options, such as
+    weight_decay. Its learning rate is `lr_ratio` times what it would be, and its "parts" are those
+    of its "params". Matrices that are frozen or in no group are left out. Raises UserError if none
+    is left.
 
     The matrices are the same for any number of ranks. Each rank gets whole blocks if it can. Within
     its share, the matrices of one place in a block follow each other, so that they make up a batch
@@ -50,19 +55,30 @@ def split_matrices(
                     param, parts = entry
                     parts_of.setdefault(param, parts)
 
-    # AdamW's groups, without these
+    # AdamW's groups, without these, and Muon's after them
     others = []
+    muons = []
     for group in groups:
-        params = [param for param in group["params"] if param not in parts_of]
-        others.append({**group, "params": params})
-    muon = {
-        **groups[0],
-        "kind": "muon",
-        "lr_ratio": lr_ratio,
-        "params": list(parts_of),
-        "parts": list(parts_of.values()),
-    }
-    return [*others, muon]
+        params = dict.fromkeys(group["params"])
+        rest = [param for param in params if param not in parts_of]
+        matrices = [param for param in parts_of if param in params and param.requires_grad]
+        if rest:
+            others.append({**group, "params": rest})
+        if matrices:
+            muon = {
+                **group,
+                "kind": "muon",
+                "lr_ratio": lr_ratio * group.get("lr_ratio", 1),
+                "params": matrices,
+                "parts": [parts_of[param] for param in matrices],
+            }
+            muons.append(muon)
+    if not muons:
+        raise UserError(
+            "optimizer=muon has no matrix to train: all of GPT.muon_matrices are frozen or in no "
+            "parameter group: use --optimizer=adamw"
+        )
+    return [*others, *muons]
 
 
 def is_muon(group: Mapping) -> bool:
@@ -155,7 +171,7 @@ class MatrixBatch:
 
 
 class Muon:
-    """Steps this rank's part of Muon's parameter group.
+    """Steps this rank's part of a parameter group of Muon's.
 
     places: of the group in the flat tensor of all ranks. parts: of each, as in GPT.muon_matrices().
     size: elements per rank. group: the ranks that share the flat tensor. use_kernels: whether

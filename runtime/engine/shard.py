@@ -38,6 +38,13 @@ class Shard:
     places: tuple[Place, ...] = ()  # of all ranks; at ZeRO-3, parameters are cut one by one
 
     @property
+    def params(self) -> tuple[nn.Parameter, ...]:
+        """The parameters of the group, of which this rank may hold no part."""
+        if self.places:
+            return tuple(place.param for place in self.places)
+        return tuple(piece.param for piece in self.pieces)
+
+    @property
     def options(self) -> dict:
         """The optimizer's parameter group: lr, betas, ... load_state_dict() makes another dict."""
         return self.optimizer.param_groups[self.group]

@@ -1,6 +1,10 @@
 """Copy a checkpoint's state into DeepSpeed's engine, at any stage and number of ranks."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
+from torch import Tensor
 
 from runtime.checkpoint.errors import CheckpointError
 from runtime.checkpoint.model_source import check_tensors
@@ -45,34 +49,43 @@ def copy_into(layout: Layout, reader: TagReader) -> None:
 
 
 def init_state(layout: Layout, reader: TagReader) -> None:
-    """Create the optimizer's state at the tag's step, with tensors of zeros. The optimizer would do
-    so itself at its first step."""
+    """Create the optimizer's state as the tag's parameters had it, with tensors of zeros.
+
+    The optimizer would do so itself at its first step. A parameter may have been in another group
+    than now. Raises CheckpointError.
+    """
     for shard in layout.shards:
+        names = [layout.names[param] for param in shard.params]
+        saved = reader.group_state_of(names)
         if is_adamw(layout.optimizer):
-            init_adam_state(shard, reader.step)
+            init_adam_state(shard, saved.numbers.get("step", 0.0))
         else:
-            init_other_state(shard, reader)
+            dtypes = dict(saved.dtypes)
+            for name in names:
+                dtypes = {**reader.group_state_of_parameter(name).dtypes, **dtypes}
+            init_other_state(shard, saved.numbers, dtypes)
     layout.show_state()
 
 
-def init_adam_state(shard: Shard, step: float) -> None:
+def init_adam_state(shard: Shard, step: Tensor | float) -> None:
     """Create the state of AdamW, DeepSpeed's CPU Adam or Muon for a shard."""
     if isinstance(shard.optimizer, torch.optim.AdamW):
         is_fused = shard.options.get("fused")
         device = shard.master.device if is_fused else "cpu"
-        shard.state["step"] = torch.tensor(step, dtype=torch.float32, device=device)
+        shard.state["step"] = torch.tensor(float(step), dtype=torch.float32, device=device)
     else:
         shard.state["step"] = int(step)  # DeepSpeed's: a number
     for field in moments_of(shard.options):  # in AdamW's order
         shard.state[field] = torch.zeros_like(shard.master)
 
 
-def init_other_state(shard: Shard, reader: TagReader) -> None:
+def init_other_state(
+    shard: Shard, numbers: Mapping[str, Any], dtypes: Mapping[str, torch.dtype]
+) -> None:
     """Create the state of an optimizer that we don't implement: the tag's numbers, and tensors of
     zeros."""
-    for field, dtype in reader.state_fields.items():
+    for field, dtype in dtypes.items():
         shard.state[field] = torch.zeros_like(shard.master, dtype=dtype)
-    numbers = reader.numbers[min(shard.group, len(reader.numbers) - 1)]
     on_device = shard.options.get("capturable") or shard.options.get("fused")
     for key, value in numbers.items():
         if torch.is_tensor(value):
@@ -82,17 +95,28 @@ def init_other_state(shard: Shard, reader: TagReader) -> None:
 
 
 def check_state(layout: Layout, reader: TagReader, shard: Shard) -> None:
-    """Raise CheckpointError if the tag has no tensor that the optimizer keeps for a parameter."""
-    kept = []
+    """Raise CheckpointError unless the tag has just the tensors that the optimizer keeps for a
+    parameter."""
+    kept = ["weight"]
     for key, value in shard.state.items():
         if torch.is_tensor(value) and value.shape == shard.master.shape:
             kept.append(key)
+    advice = (
+        "use the settings and the optimizer that it was trained with, or start a new stage with "
+        f"--init_from={reader.folder} --out_dir=DIR"
+    )
     for piece in shard.pieces:
         name = layout.names[piece.param]
-        missing = [key for key in kept if key not in reader.fields(name)]
+        saved = reader.fields(name)
+        missing = [key for key in kept if key not in saved]
         if missing:
             raise CheckpointError(
-                f"{reader.folder} has no {missing[0]} of {name}, which the optimizer keeps: use "
-                "the settings and the optimizer that it was trained with, or start a new stage "
-                f"with --init_from={reader.folder} --out_dir=DIR"
+                f"{reader.folder} has no {missing[0]} of {name}, which the optimizer keeps: "
+                f"{advice}"
+            )
+        unknown = [key for key in saved if key not in kept]
+        if unknown:
+            raise CheckpointError(
+                f"{reader.folder} has an {unknown[0]} of {name}, which the optimizer doesn't keep: "
+                f"{advice}"
             )

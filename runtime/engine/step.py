@@ -75,7 +75,7 @@ class OurStep:
         self.on_host: HostAdam | None = None
         if layout.offloads:
             self.on_host = layout.cpu_adam or PyTorchsAdam()
-        self.muon: Muon | None = None  # made at the first step
+        self.muon: dict[int, Muon] = {}  # of a parameter group, made at the first step
 
         # DeepSpeed calls these
         layout.connect(
@@ -134,15 +134,15 @@ class OurStep:
 
         # The stepper of this kind of group
         if is_muon(shard.options):
-            if self.muon is None:
-                self.muon = Muon(
+            if shard.group not in self.muon:
+                self.muon[shard.group] = Muon(
                     shard.places,
                     shard.options["parts"],
                     size=shard.grads.numel(),
                     group=self.layout.group,
                     use_kernels=self.use_kernel,
                 )
-            self.muon.step(shard, clip)
+            self.muon[shard.group].step(shard, clip)
         elif self.on_host:
             step_on_host(shard, clip, self.on_host)
         elif self.use_kernel:

@@ -66,6 +66,7 @@ def plan_run(settings: Any, ranks: Ranks) -> RunPlan:
     problems = Problems()
     plan = make_plan(settings, ranks, problems, [])
     exit_together(problems)
+    assert plan is not None  # else there are problems
     has_several_nodes = ranks.local_world_size < ranks.world_size
     exit_if_ranks_differ(plan, has_several_nodes and not settings.dry_run)
     return plan
@@ -339,10 +340,10 @@ def count_params(config: GPTConfig, lora: dict | None, muon: bool) -> tuple[Para
     blocks, _ = blocks_to_gather(model)
     if blocks:
         in_block = sum(p.numel() for p in blocks[0].parameters() if p.dim() > 1)
-    matrices = set()
+    matrices: set[Any] = set()
     if muon:
         for of_block in model.muon_matrices():
-            matrices.update(param for param, _ in of_block)
+            matrices.update(param for param, _ in of_block if param.requires_grad)
 
     if lora:
         apply_lora(model, lora)

@@ -25,7 +25,7 @@ from runtime.engine.muon import split_matrices
 SEQUENCES, ACCUMULATION, T, VOCAB, LAYERS, STEPS = 24, 2, 16, 61, 3, 4
 ADAM, LR, MUON_LR, CLIP, DECAY = {"betas": (0.9, 0.95), "eps": 1e-5}, 1e-2, 3e-2, 0.3, 0.1
 WAYS = {"muon": {}, "buckets": {"local": False}, "skipped": {"bad": "skip_above"}, "nan": {"bad": "nan"},
-        "bfloat16": {"dtype": "bfloat16"}}
+        "bfloat16": {"dtype": "bfloat16"}, "groups": {"own_groups": True}}
 
 
 def fresh_model():
@@ -37,12 +37,29 @@ def data(step):
     return torch.randint(VOCAB, (SEQUENCES, T + 1), generator=torch.Generator().manual_seed(step))
 
 
-def plain(orthogonalize=None):
+def groups_of_a_user(model, **options):
+    """Freeze a matrix, and return three groups: vectors, matrices of the first block alone, and the other tensors.
+
+    options: of the first block's matrices, which have a learning rate of their own."""
+    model.transformer.h[2].mlp.c_fc.weight.requires_grad_(False)
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    vectors = [p for p in trained.values() if p.dim() == 1]
+    first = [p for name, p in trained.items() if ".h.0." in name and p.dim() == 2]
+    others = [p for name, p in trained.items() if ".h.0." not in name and p.dim() == 2]
+    return [
+        {"params": vectors, "weight_decay": 0.0},
+        {"params": first, "weight_decay": 3.0, **options},
+        {"params": others, "weight_decay": 1.0},
+    ]
+
+
+def plain(orthogonalize=None, own_groups=False):
     """The same training in plain PyTorch, over the whole batch."""
     if orthogonalize:
         torch.optim._muon._zeropower_via_newtonschulz = orthogonalize
     model, trajectory = fresh_model(), []
-    optimizer = PlainMuon(model, DECAY, MUON_LR / LR, **ADAM)
+    groups = groups_of_a_user(model, lr_ratio=2) if own_groups else None
+    optimizer = PlainMuon(model, DECAY, MUON_LR / LR, groups=groups, **ADAM)
     for step in range(STEPS):
         set_rates(optimizer, LR * (1 - step / 8))
         model.zero_grad()
@@ -53,12 +70,13 @@ def plain(orthogonalize=None):
     return trajectory
 
 
-def train(local=True, bad=None, dtype="float32"):
+def train(local=True, bad=None, dtype="float32", own_groups=False):
     """Train as the script does. bad: between the second and the third step is one that has to be skipped."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     batch, model, trajectory = BatchSizes(SEQUENCES // ACCUMULATION // ranks, ACCUMULATION, ranks, T), fresh_model(), []
     # Sorted as for one rank, so that 2 and 4 ranks cut matrices
-    groups = split_matrices(model.parameter_groups(DECAY), model, MUON_LR / LR, world_size=1)
+    groups = groups_of_a_user(model, lr=2 * LR) if own_groups else model.parameter_groups(DECAY)
+    groups = split_matrices(groups, model, MUON_LR / LR, world_size=1)
     deepspeeds = initialize(model, groups, {"zero_optimization": {"stage": 2}}, batch, CLIP, dtype, lr=LR, **ADAM)
     engine = Engine(deepspeeds, paths(deepspeeds, model, local))
     for step in [0, 1, *[2] * (bad is not None), *range(2, STEPS)]:
@@ -84,7 +102,8 @@ def main(out):
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
     trajectories = {name: train(**options) for name, options in WAYS.items()}
     trajectories |= {"start": dict(fresh_model().named_parameters()), "torch": plain(),
-                     "singular values": plain(by_singular_values)}
+                     "singular values": plain(by_singular_values),
+                     "groups in PyTorch": plain(by_singular_values, own_groups=True)}
     if dist.get_rank() == 0:
         torch.save(trajectories, out)
     shut_down()

@@ -1,5 +1,6 @@
 """Any optimizer that works element by element: the losses of the same optimizer in plain PyTorch."""
 
+import json
 import logging
 import math
 
@@ -364,3 +365,49 @@ def test_other_warnings_of_deepspeed_are_kept():
     finally:
         logger.removeHandler(handler)
     assert seen == ["another", "an untested optimizer, later"]
+
+
+SOME = {
+    "momentum in one group": "SGD([{**groups[0], 'momentum': 0.9}, {**groups[1], 'momentum': 0.0}], lr=1e-3)",
+    "momentum in the other group": "SGD([{**groups[0], 'momentum': 0.0}, {**groups[1], 'momentum': 0.9}], lr=1e-3)",
+}
+
+
+@pytest.mark.parametrize("n, name", [(2, "momentum in one group"), (3, "momentum in the other group")])
+def test_a_field_that_one_group_has_is_resumed(train, characters, n, name):
+    made = f"torch.optim.{SOME[name]}"
+    expected = plain_losses(made, characters)
+    options = {"plant": plant(made)}
+    first = ("--max_iters=4", f"--lr_decay_iters={STEPS}")
+    half = done(train(*ARGUMENTS, *per_rank(2), stage(n), *first, ranks=2, **options))
+    resumed = done(train(*ARGUMENTS, *per_rank(1), stage(5 - n), f"--lr_decay_iters={STEPS}", "--init_from=resume",
+                         out_dir=half.out_dir, **options))
+    assert [*resumed.losses.values()] == pytest.approx(expected, abs=2e-6)
+
+
+# The groups differ in what NAdam keeps as a number, the momenta multiplied
+GROUPS = ["{**groups[0], 'momentum_decay': 0.4}", "{**groups[1], 'momentum_decay': 0.0}"]
+NADAM = "torch.optim.NAdam([{}, {}], lr=1e-3, eps=1e-5)"
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_numbers_follow_their_parameters_into_other_groups(train, characters, tmp_path, n):
+    """The groups in the other order, and, at stage 3, in several flat tensors each."""
+    made = NADAM.format(*GROUPS)
+    expected = plain_losses(made, characters)
+    config = tmp_path / "ds.json"
+    config.write_text(json.dumps({"zero_optimization": {"stage": n, "sub_group_size": 5000}}))
+    first = (f"--deepspeed_config={config}", "--max_iters=4", f"--lr_decay_iters={STEPS}")
+    half = done(train(*ARGUMENTS, *per_rank(1), *first, plant=plant(made)))
+    turned = plant(NADAM.format(*GROUPS[::-1]))
+    resumed = done(train(*ARGUMENTS, *per_rank(1), stage(5 - n), f"--lr_decay_iters={STEPS}", "--init_from=resume",
+                         out_dir=half.out_dir, plant=turned))
+    assert [*resumed.losses.values()] == pytest.approx(expected, abs=2e-6)
+
+    # Numbers that differ can't become those of one group
+    if n == 2:
+        joined = NADAM.format("{'params': groups[0]['params'] + groups[1]['params']}", "").replace(", ]", "]")
+        refused = train(*ARGUMENTS, *per_rank(1), "--init_from=resume", out_dir=half.out_dir, plant=plant(joined))
+        assert refused.returncode == 2
+        assert "has other numbers of the optimizer for" in refused.stderr
+        assert "Traceback" not in refused.stderr

@@ -17,6 +17,7 @@ from runtime.checkpoint.tags import TagStore
 from runtime.data.loader import BatchSizes
 from runtime.engine.muon import Muon, normalize, orthogonalize, plain_product, split_matrices
 from runtime.engine.shard import Place
+from runtime.errors import UserError
 from runtime.hardware import Execution
 from runtime.plan.memory import MemoryInputs, ParamCount, estimate
 
@@ -42,6 +43,22 @@ def test_muon_is_pytorchs(trajectories, way):
     assert furthest(trajectories["muon"], [trajectories["start"]] * 4) > 0.04
     assert furthest(trajectories[way], trajectories["singular values"]) < 1e-5
     assert not any(p[32:64].any() for name, p in trajectories[way][-1].items() if "c_attn.bias" in name)  # the keys'
+
+
+def test_groups_of_a_user_keep_their_options(trajectories):
+    """Muon's matrices in two groups, each with its own weight decay and learning rate, and a frozen matrix."""
+    ours, plain = trajectories["groups"], trajectories["groups in PyTorch"]
+    assert furthest(ours, trajectories["singular values"]) > 0.05
+    assert furthest(ours, plain) < 1e-5
+    frozen = "transformer.h.2.mlp.c_fc.weight"
+    assert torch.equal(ours[-1][frozen], trajectories["start"][frozen])
+
+
+def test_muon_without_a_matrix_to_train_is_refused():
+    model = GPT(GPTConfig(block_size=8, vocab_size=11, n_layer=1, n_head=1, n_embd=8))
+    model.transformer.h.requires_grad_(False)
+    with pytest.raises(UserError, match="optimizer=muon has no matrix to train"):
+        split_matrices(model.parameter_groups(0.1), model, 10, world_size=1)
 
 
 @pytest.mark.parametrize("way, bound", [("muon", 0.03), ("bfloat16", 0.12)])
