@@ -13,15 +13,19 @@ import functools
 import json
 import os
 import stat
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from runtime.errors import UserError
+
+if TYPE_CHECKING:
+    from pydantic import ConfigDict
 
 MAX_JSON_BYTES = 64_000_000
 MAX_JSON_DEPTH = 50
 MAX_DIGITS = 40  # of a whole number: float() fails above 308
-STRICT = {"strict": True}  # for classes that describe a file: True is no number, and "1" neither
+STRICT: "ConfigDict" = {"strict": True}  # for classes that describe a file: True is no number, and "1" neither
 
 
 class UnsafeFileError(UserError):
@@ -126,16 +130,17 @@ def read_json(
     return value
 
 
-def parse_json(text: str | bytes) -> Any:
+def parse_json(text: str | bytes, fields_of: Callable[[list], dict] | None = None) -> Any:
     """Return the value of a JSON text.
 
-    Raises ValueError if the text isn't JSON, is nested more than MAX_JSON_DEPTH deep, or holds a
-    whole number of more than MAX_DIGITS digits.
+    fields_of: makes a dict of the fields of an object, [(name, value)]. Raises ValueError if the
+    text isn't JSON, is nested more than MAX_JSON_DEPTH deep, or holds a whole number of more than
+    MAX_DIGITS digits.
     """
     # json recurses, and ends with an error of Python's at some depth
     too_deep = f"it is nested more than {MAX_JSON_DEPTH} deep"
     try:
-        value = json.loads(text, parse_int=parse_whole_number)
+        value = json.loads(text, parse_int=parse_whole_number, object_pairs_hook=fields_of)
     except RecursionError:
         raise ValueError(too_deep) from None
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, NotRequired
 
 import torch
-from pydantic import Field
+from pydantic import Field, with_config
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.torch_version import TorchVersion
@@ -57,10 +57,10 @@ Layers = Annotated[int, Field(ge=1, le=1000)]
 Size = Annotated[int, Field(ge=1, le=2**24)]
 
 
+@with_config(STRICT)
 class HFConfig(TypedDict):
     """The sizes in transformers' config.json, with GPT-2's as defaults."""
 
-    __pydantic_config__ = STRICT
     n_layer: NotRequired[Layers]
     n_head: NotRequired[Size]
     n_embd: NotRequired[Size]
@@ -68,10 +68,10 @@ class HFConfig(TypedDict):
     vocab_size: NotRequired[Size]
 
 
+@with_config(STRICT)
 class ModelArgs(TypedDict):
     """The "model_args" of nanoGPT's ckpt.pt."""
 
-    __pydantic_config__ = STRICT
     n_layer: Layers
     n_head: Size
     n_embd: Size
@@ -80,10 +80,10 @@ class ModelArgs(TypedDict):
     bias: bool
 
 
+@with_config(STRICT)
 class ShardIndex(TypedDict):
     """What a reader needs of model.safetensors.index.json."""
 
-    __pydantic_config__ = STRICT
     weight_map: dict[str, str]
 
 

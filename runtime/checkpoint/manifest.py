@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NotRequired
 
-from pydantic import Field, StringConstraints
+from pydantic import Field, StringConstraints, with_config
 from typing_extensions import TypedDict
 
 from runtime.checkpoint.errors import OTHER_TAG, CheckpointError, UnreadableError
@@ -53,19 +53,19 @@ Ties = Annotated[list[Tie], Field(max_length=MAX_NAMES)]
 WandbId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9_.-]{0,127}$")]
 
 
+@with_config(STRICT)
 class FileEntry(TypedDict):
-    __pydantic_config__ = STRICT
     bytes: Count
     sha256: Hash
 
 
+@with_config(STRICT)
 class Model(TypedDict):
     """GPTConfig's fields. An edited model.py may have more.
 
     No tensor of a larger model fits a GPU.
     """
 
-    __pydantic_config__ = STRICT
     block_size: Annotated[int, Field(ge=1, le=2**24)]
     vocab_size: Annotated[int, Field(ge=1, le=2**24)]
     n_layer: Annotated[int, Field(ge=1, le=4095)]
@@ -76,18 +76,18 @@ class Model(TypedDict):
     gelu: NotRequired[Text]
 
 
+@with_config(STRICT)
 class ModelSource(TypedDict):
     """What model_source.py records. file: None if the model's class has none."""
 
-    __pydantic_config__ = STRICT
     file: PythonFile | None
     parts: Annotated[dict[Text, PartHash], Field(max_length=MAX_PARTS)]
 
 
+@with_config(STRICT)
 class Settings(TypedDict):
     """The settings that a resume compares. The others are only printed."""
 
-    __pydantic_config__ = STRICT
     dataset: Text | Annotated[dict[Text, float], Field(max_length=1000)]
     seed: int
     optimizer: Text
@@ -95,8 +95,8 @@ class Settings(TypedDict):
     gradient_accumulation_steps: Positive
 
 
+@with_config(STRICT)
 class Lora(TypedDict):
-    __pydantic_config__ = STRICT
     rank: Annotated[int, Field(ge=1, le=2**17)]
     alpha: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     dropout: Annotated[float, Field(ge=0, le=1)]
@@ -104,8 +104,8 @@ class Lora(TypedDict):
     base: Text | None
 
 
+@with_config(STRICT)
 class Tokenizer(TypedDict):
-    __pydantic_config__ = STRICT
     kind: Literal["gpt2", "char", "hf"]
     chars: NotRequired[str]
     file: NotRequired[str | None]
@@ -113,24 +113,24 @@ class Tokenizer(TypedDict):
     end_of_text: NotRequired[Count | None]
 
 
+@with_config(STRICT)
 class Dataset(TypedDict):
-    __pydantic_config__ = STRICT
     share: Positive
     train_tokens: Positive
     val_tokens: Positive
     files: dict[str, FileEntry] | None
 
 
+@with_config(STRICT)
 class Data(TypedDict):
-    __pydantic_config__ = STRICT
     tokenizer: Tokenizer
     vocab_size: Annotated[int, Field(ge=1, le=2**24)]
     template: Template | None
     datasets: list[Dataset]
 
 
+@with_config(STRICT)
 class State(TypedDict):
-    __pydantic_config__ = STRICT
     iter_num: Count
     sequences: Position
     best_val_loss: Loss | None  # None before the first evaluation
@@ -152,8 +152,8 @@ class State(TypedDict):
     data: Data
 
 
+@with_config(STRICT)
 class Manifest(TypedDict):
-    __pydantic_config__ = STRICT
     format: int
     tag: Annotated[str, StringConstraints(pattern=r"^iter_[0-9]{1,18}$")]
     iter_num: Count

@@ -6,7 +6,7 @@ import pickletools
 import re
 from typing import Annotated, NoReturn, NotRequired
 
-from pydantic import Field
+from pydantic import Field, with_config
 from typing_extensions import TypedDict  # pydantic takes Python's own from 3.12 on
 
 from runtime.untrusted import STRICT, check_type, parse_json
@@ -31,24 +31,24 @@ Sha256 = Annotated[str, Field(pattern=re.compile("^[0-9a-f]{64}$"))]
 Character = Annotated[str, Field(min_length=1, max_length=1)]
 
 
+@with_config(STRICT)
 class Tokenizer(TypedDict):
-    __pydantic_config__ = STRICT
     kind: str
     chars: NotRequired[str]
     sha256: NotRequired[Sha256]
     end_of_text: NotRequired[TokenId | None]
 
 
+@with_config(STRICT)
 class FileEntry(TypedDict):
-    __pydantic_config__ = STRICT
     bytes: Annotated[int, Field(ge=0)]
     sha256: Sha256
 
 
+@with_config(STRICT)
 class Meta(TypedDict):
     """What a reader needs of meta.json. See runtime/data/dataset.py."""
 
-    __pydantic_config__ = STRICT
     format: int
     tokenizer: Tokenizer
     vocab_size: VocabSize
@@ -59,10 +59,10 @@ class Meta(TypedDict):
     template: NotRequired[Annotated[str, Field(max_length=MAX_TEMPLATE_CHARS)]]
 
 
+@with_config(STRICT)
 class NanoGPTMeta(TypedDict):
     """What a reader needs of nanoGPT's meta.pkl."""
 
-    __pydantic_config__ = STRICT
     vocab_size: VocabSize
     itos: NotRequired[dict[int, Character]]
 

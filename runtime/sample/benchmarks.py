@@ -7,6 +7,7 @@ import numpy as np
 
 from runtime.data.sequences import Sequences, decode_mask
 from runtime.errors import UserError
+from runtime.prepare.json_records import unique_fields
 from runtime.sample.generate import read_text
 from runtime.untrusted import parse_json
 
@@ -35,7 +36,8 @@ def read_rows(
     labels = []
     for number, line in enumerate(read_text(path).rstrip().split("\n"), 1):
         try:
-            context, endings, label = parts_of(task, parse_json(line))
+            fields = parse_json(line, fields_of=unique_fields)
+            context, endings, label = parts_of(task, fields)
             own = rows_of(context, endings, encode, block_size)
         except LINE_ERRORS as error:
             reason = str(error)

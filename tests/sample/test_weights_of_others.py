@@ -269,6 +269,7 @@ def test_a_pipe_or_a_device_as_a_text_is_refused_but_not_that_of_the_users_shell
 
 @pytest.mark.parametrize("line, words", [
     ("[" * 100_000, "it is nested more than 50 deep"), ('{"text": 1' + "0" * 400 + "}", "a number of 401 digits"),
+    ('{"text": "a b", "text": "a c"}', "the field 'text' twice in an object: keep one of the two"),
     ('{"text": 5}', "'int' object has no attribute 'rstrip'"), ("[1]", "list indices must be integers or slices")])
 def test_a_line_of_a_benchmark_that_is_no_row_is_a_sentence(tmp_path, line, words):
     (tmp_path / "a.jsonl").write_text(line)
