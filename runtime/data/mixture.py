@@ -4,6 +4,7 @@ import contextlib
 import math
 import os
 from fractions import Fraction
+from typing import Any
 
 from runtime.data.dataset import Dataset, check_dataset
 from runtime.data.folders import dataset_dir
@@ -14,7 +15,7 @@ from runtime.errors import UserError
 MAX_MIXTURE_PERIOD = 100_000  # sequences after which a mixture's pattern repeats
 
 
-def mixture_shares(weights: dict[str, float]) -> dict[str, int]:
+def mixture_shares(weights: Any) -> dict[str, int]:
     """Return the shares of a mixture {name: weight} as whole numbers, {name: share}.
 
     Of as many sequences as the shares add up to, each dataset gets exactly its share. Raises
@@ -31,10 +32,10 @@ def mixture_shares(weights: dict[str, float]) -> dict[str, int]:
         part = Fraction(weight) / total
         exact[name] = part.limit_denominator(MAX_MIXTURE_PERIOD)
     period = math.lcm(*(part.denominator for part in exact.values()))
-    shares = {name: int(part * period) for name, part in exact.items()}
+    shares: dict[str, int] = {name: int(part * period) for name, part in exact.items()}
 
     # A weight that is too small for such a period has been rounded
-    needed = total / Fraction(min(weights.values()))
+    needed = math.ceil(total / Fraction(min(weights.values())))
     if max(sum(shares.values()), needed) > MAX_MIXTURE_PERIOD:
         raise UserError(
             f"dataset={weights} repeats after over {MAX_MIXTURE_PERIOD:,} sequences: round the "
@@ -61,8 +62,10 @@ def open_datasets(dataset: str | dict[str, float], block_size: int) -> tuple[lis
     dataset: a folder below data/, a path, or {either: weight}. Raises UserError or ValueError.
     """
     # One dataset is a mixture of one
-    is_name = isinstance(dataset, str) and not dataset.startswith("{")
-    shares = {dataset: 1} if is_name else mixture_shares(dataset)
+    if isinstance(dataset, str) and not dataset.startswith("{"):
+        shares = {dataset: 1}
+    else:
+        shares = mixture_shares(dataset)
 
     # Each by itself
     datasets = []
@@ -87,6 +90,14 @@ def open_datasets(dataset: str | dict[str, float], block_size: int) -> tuple[lis
                 f"{first.name} and {other.name} have different tokenizers: prepare both with the "
                 "same"
             )
+    with_template = [data for data in datasets if "template" in data.meta]
+    for other in with_template:
+        one = with_template[0]
+        if other.meta["template"] != one.meta["template"]:
+            raise UserError(
+                f"{one.name} and {other.name} have different chat templates: prepare both with the "
+                "same"
+            )
     if len({data.name for data in datasets}) < len(datasets):
         raise UserError(
             f"dataset={dataset} has two datasets of the same name: rename one of their folders"
@@ -100,7 +111,7 @@ def _in_common(datasets: list[Dataset]) -> dict:
     templates = [data.meta["template"] for data in datasets if "template" in data.meta]
     parts = []
     for data in datasets:
-        part = {"share": data.share}
+        part: dict[str, Any] = {"share": data.share}
         for key in ("train_tokens", "val_tokens", "files"):
             part[key] = data.meta.get(key)
         parts.append(part)

@@ -106,6 +106,10 @@ def check_compatible(
         problems.append(
             f"dataset={settings.dataset} is not the data of {where}: {fix}, {new_stage}"
         )
+    if data and data["template"] != state["data"]["template"]:
+        problems.append(
+            f"dataset={settings.dataset} has another chat template than {where}: {fix}, {new_stage}"
+        )
     if settings.seed != was["seed"]:
         problems.append(
             f"seed={settings.seed} is not the seed of {where}: use --seed={was['seed']}, "
@@ -125,6 +129,20 @@ def check_compatible(
                 f"{where} was trained with {saved}, and this run has {wanted}: use the same, "
                 f"{new_stage}"
             )
+
+
+def note_template(
+    where: str, before: str | None, data: Mapping | None, dataset: str, notes: list[str]
+) -> None:
+    """Note that a dataset has another chat template than the weights of `where` were trained with.
+
+    before: the template of these, or None.
+    """
+    if data and data["template"] and before and data["template"] != before:
+        notes.append(
+            f"dataset={dataset} has another chat template than {where}: from here on, samples and "
+            "exports take that of the dataset"
+        )
 
 
 def note_settings(where: str, before: Mapping, settings: Any, notes: list[str]) -> None:
@@ -168,7 +186,7 @@ def note_evaluations(
     how = f"{windows:,} windows of each split (eval_iters x batch_size), and {where} on {before:,}"
     fix = ""
     # With other micro-batches, no eval_iters may give as many
-    if before % batch.micro == 0:
+    if batch.micro > 0 and before % batch.micro == 0:
         fix = f"; --eval_iters={before // batch.micro} takes the same"
     notes.append(
         f"this run is evaluated on {how}: its losses differ from earlier ones, also from the best "

@@ -4,6 +4,7 @@ run to resume."""
 import os
 import sys
 from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -27,9 +28,11 @@ from runtime.plan.compare import (
     note_batch,
     note_evaluations,
     note_settings,
+    note_template,
     shape_settings,
 )
 from runtime.pretrained import PRETRAINED
+from runtime.sample.source import template_of_weights
 from runtime.weights import (
     check_sizes,
     fetch_from_hub,
@@ -219,6 +222,9 @@ def from_pretrained(
         note = check_ids(settings.dataset, data, init_from, config.vocab_size)
         if note:
             notes.append(note)
+        if weights:
+            own_template = template_of_weights(Path(weights))
+            note_template(init_from, own_template, data, settings.dataset, notes)
     model = with_settings(config, settings)
     return Start("pretrained", init_from, model, (init_from,), weights=weights, optimizer="adamw")
 
@@ -262,6 +268,7 @@ def from_earlier_run(
             f"dataset={settings.dataset} has another tokenizer than {where}: "
             f"{how_to_prepare(state['data']['tokenizer'])}"
         )
+    note_template(where, state["data"]["template"], data, settings.dataset, notes)
     notes.append(
         f"weights from {where}, iteration {manifest['iter_num']}; the optimizer starts fresh"
     )

@@ -93,6 +93,11 @@ def source_of_weights(init_from: str, tag: str | None, dataset: str | None) -> S
         own = data_of_weights(init_from, config.vocab_size)
     # A dataset of conversations has a template of its own
     template = template_of_weights(Path(init_from))
+    if template and own.get("template", template) != template:
+        print_note(
+            f"dataset={dataset} has another chat template than {init_from}: that of the dataset is "
+            "taken"
+        )
     data = {"template": template, "block_size": config.block_size, **own}
     return Source(init_from, "", data)
 

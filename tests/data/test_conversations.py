@@ -7,6 +7,7 @@ import json
 import math
 import random
 import re
+import shutil
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -23,6 +24,7 @@ from runtime.checkpoint.tags import TagStore
 from runtime.data.chat import TEMPLATE
 from runtime.data.dataset import BEGINS, COUNTS, Dataset, check_dataset, open_tokens, write_dataset
 from runtime.data.loader import BatchSizes, TrainBatches, eval_batches
+from runtime.data.mixture import open_datasets
 from runtime.data.sequences import Conversations, TokenStream, open_sequences
 from runtime.engine.forward_backward import loss_of_targets
 from runtime.errors import UserError
@@ -339,3 +341,26 @@ def test_the_split_without_an_answer_is_named(tmp_path, split):
         open_sequences(data, split, 8)
     (other,) = {"train", "val"} - {split}
     assert open_sequences(data, other, 8).counts.sum() == 5
+
+
+def test_two_chat_templates_are_never_mixed_without_a_word(train, chat, tmp_path):
+    """In a mixture and at a resume they are refused, and a new stage names the difference."""
+    # The same conversations with another template
+    other = shutil.copytree(chat.folder, tmp_path / "other")
+    meta = json.loads((other / "meta.json").read_text())
+    meta["template"] += " "
+    (other / "meta.json").write_text(json.dumps(meta))
+    with pytest.raises(UserError, match="^chat and other have different chat templates: prepare both with the same$"):
+        open_datasets({str(chat.folder): 1, str(other): 1}, BLOCK)
+    open_datasets({str(chat.folder): 1}, BLOCK)
+
+    first = done(train(f"--dataset={chat.folder}", f"--block_size={BLOCK}", "--max_iters=1"))
+    theirs = (f"--dataset={other}", f"--block_size={BLOCK}", "--max_iters=2", "--dry_run=True")
+    resumed = train(*theirs, "--init_from=resume", out_dir=first.out_dir)
+    assert resumed.returncode == 2
+    assert f"dataset={other} has another chat template than {first.out_dir}/iter_1: use --dataset=" in resumed.stderr
+    words = "has another chat template than"
+    staged = done(train(*theirs, *NO_SHAPE, f"--init_from={first.out_dir}/iter_1"))
+    assert f"dataset={other} {words} {first.out_dir}/iter_1: from here on, samples and" in staged.stdout
+    same = done(train(f"--dataset={chat.folder}", *theirs[1:], *NO_SHAPE, f"--init_from={first.out_dir}/iter_1"))
+    assert words not in same.stdout
