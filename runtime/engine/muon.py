@@ -62,17 +62,16 @@ def split_matrices(
         params = dict.fromkeys(group["params"])
         rest = [param for param in params if param not in parts_of]
         matrices = [param for param in parts_of if param in params and param.requires_grad]
-        if rest:
+        if any(param.requires_grad for param in rest):
             others.append({**group, "params": rest})
         if matrices:
-            muon = {
-                **group,
+            own = {
                 "kind": "muon",
                 "lr_ratio": lr_ratio * group.get("lr_ratio", 1),
                 "params": matrices,
                 "parts": [parts_of[param] for param in matrices],
             }
-            muons.append(muon)
+            muons.append({**group, **own})
     if not muons:
         raise UserError(
             "optimizer=muon has no matrix to train: all of GPT.muon_matrices are frozen or in no "
