@@ -27,7 +27,7 @@ from runtime.data.dataset import write_dataset
 from runtime.errors import UserError
 from runtime.hardware import attention_backends
 from runtime.kernels import device_has_triton
-from runtime.plan.rules import evaluations_through, plan_iterations
+from runtime.plan.rules import ABOVE_ZERO, AT_LEAST, BELOW_ONE, evaluations_through, plan_iterations
 from runtime.plan.run_plan import Problems, make_plan
 
 SCRIPT = str(ROOT / "train_deepspeed.py")
@@ -475,6 +475,41 @@ def test_problems_of_all_kinds_are_told_together(monkeypatch, characters, tmp_pa
     words = ["eval_iters=0 must be at least 1", '"foo" is not supported: remove it', "val.bin has 2000 tokens",
              "n_embd=32 is not divisible by n_head=3: change one of them"]
     assert [next(w for w in words if w in problem) for problem in problems] == words
+
+
+NUMBERS = (*itertools.chain(*AT_LEAST.values()), *ABOVE_ZERO, *BELOW_ONE, "n_layer", "n_head", "n_embd", "min_lr")
+EPOCHS = ("--max_epochs=1", "--eval_epochs=1")
+
+
+@pytest.mark.parametrize("others", [(), EPOCHS], ids=["iterations", "epochs"])
+@pytest.mark.parametrize("start", ["scratch", "resume", "earlier run"])
+def test_a_number_out_of_its_range_is_a_sentence(monkeypatch, characters, tmp_path, holder, start, others):
+    """Each setting below its range, from scratch, at a resume and in a new stage, also with epochs."""
+    from_where = {
+        "scratch": (),
+        "resume": ("--init_from=resume", f"--out_dir={holder}"),
+        "earlier run": (*NO_SHAPE, f"--init_from={holder}"),
+    }
+    assert len(NUMBERS) >= 31
+    wrong = {}
+    for name in NUMBERS:
+        if name in ("n_layer", "n_head", "n_embd") and start != "scratch":
+            continue  # they have to be those of the weights
+        values = ["-5"]
+        if name not in AT_LEAST[0] and name not in BELOW_ONE and name != "min_lr":
+            values.append("0")
+        for value in values:
+            setting = f"--{name}={value}"
+            words = (*from_where[start], *others, setting)
+            try:
+                plan, problems, _ = check(monkeypatch, characters, tmp_path, 0, None, *words)
+            except Exception as error:
+                wrong[setting] = repr(error)
+            else:
+                told = [problem for problem in problems if name in problem and value in problem]
+                if plan is not None or not told or len(set(problems)) != len(problems):
+                    wrong[setting] = problems
+    assert wrong == {}
 
 
 # Tags that the system does not let us read: nobody knows whether they are whole
