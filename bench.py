@@ -115,7 +115,7 @@ def run_ranks(args: argparse.Namespace, out_dir: str, *command: str | os.PathLik
     """
     launcher = [sys.executable, LAUNCHER, "--standalone", f"--nproc_per_node={args.gpus}"]
     with subprocess.Popen(
-        [*launcher, *command, f"--out_dir={out_dir}"],
+        [*map(str, launcher), *command, f"--out_dir={out_dir}"],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -155,7 +155,7 @@ def measure(args: argparse.Namespace, argv: list[str]) -> Iterator[dict[str, Any
 def check_settings(args: argparse.Namespace, argv: list[str]) -> None:
     """Exit if a setting is wrong, or can't be measured here."""
     # The script's own check, before any process is started
-    settings = settings_of_script(SCRIPT, argv)
+    settings = settings_of_script(str(SCRIPT), argv)
     if settings.dry_run or settings.target_gpu:
         exit_with_error(
             "bench.py measures on this machine: drop --dry_run and --target_gpu, or give them to "

@@ -23,7 +23,7 @@ import textwrap
 import traceback
 import types
 import typing
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -156,7 +156,7 @@ class Assignments:
         self.values[name] = value
 
 
-def fix_of_name(name: str, value: Any, where: str, known: Container[str]) -> str:
+def fix_of_name(name: str, value: Any, where: str, known: Collection[str]) -> str:
     """Return what to do about a name that is no setting.
 
     where: COMMAND_LINE, or a config file's path. known: the settings' names. An option of other
@@ -174,7 +174,7 @@ def fix_of_name(name: str, value: Any, where: str, known: Container[str]) -> str
     return "begin your own with _"
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
+def did_you_mean(name: str, known: Collection[str]) -> str:
     """Return ": did you mean ...?" with the known name closest to `name`, or ""."""
     matches = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     if not matches:
@@ -192,7 +192,7 @@ def allowed_values(default: Any, annotation: Any) -> Allowed:
         return {type(default)}, ()
 
     # int | Literal["auto"] is made of int and "auto"
-    parts = []
+    parts: list[Any] = []
     for part in typing.get_args(annotation) or [annotation]:
         parts += typing.get_args(part) or [part]
     allowed_types = {part for part in parts if isinstance(part, type)}
@@ -364,7 +364,7 @@ def run_settings(source: str, script: str) -> tuple[dict[str, Any], dict[str, An
             continue
         exec(compile(ast.Module([node], []), script, "exec"), names)
         # From Python 3.14 on, exec doesn't fill __annotations__
-        if isinstance(node, ast.AnnAssign):
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             annotation = compile(ast.Expression(node.annotation), script, "eval")
             annotations[node.target.id] = eval(annotation, names)
     defaults = {name: value for name, value in names.items() if name[0].islower()}

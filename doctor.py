@@ -71,7 +71,7 @@ def main() -> int:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # before deepspeed is imported
 
     # Print each row as soon as it is known: some checks take seconds
-    count = Counter()
+    count: Counter[str] = Counter()
     rows = itertools.chain(python(), packages(), host(), cuda(), gpus(), compilers())
     for row in rows:
         count[row.status] += 1

@@ -43,7 +43,8 @@ EXPLAINED_CODES = (2, 3, 4)
 
 def main() -> None:
     protect_output()
-    sys.stdout.reconfigure(line_buffering=True)  # print lines before the commands do
+    stdout: Any = sys.stdout
+    stdout.reconfigure(line_buffering=True)  # print lines before the commands do
     exit_on_signals()
     if sys.argv[1:2] == ["--headline"]:
         run_headline(sys.argv[2:])
@@ -130,7 +131,8 @@ def give_time_to_save() -> list[int]:
         for handler in getattr(self, "subprocess_handlers", {}).values():
             codes.append(handler.proc.returncode)
 
-    PContext.close = close_with_save_timeout
+    context: Any = PContext
+    context.close = close_with_save_timeout
     return codes
 
 
@@ -170,7 +172,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     """
     from torch.distributed import run
 
-    parser = run.get_args_parser()
+    parser: Any = run.get_args_parser()
     parser.usage = USAGE
     parser.error = exit_with_usage  # instead of printing the usage of torchrun, which has 30 lines
     return parser.parse_args(argv)

@@ -7,6 +7,7 @@
     python sample.py --out_dir=out-sft-xl --chat
 """
 
+from collections.abc import Iterable
 from typing import Literal
 
 import configurator
@@ -172,7 +173,7 @@ try:
     note = escape_note("--start", start)
     if note:
         print(f"note: {note}", file=sys.stderr)
-    prompts = []  # (text, tokens) of each
+    prompts: Iterable[tuple[str, list[int]]] = []  # the text and the tokens of each
     if not interactive:
         prompts = [(text, encode_prompt(text)) for text in read_prompts(start, prompts_file)]
     model = load(device, dtype)

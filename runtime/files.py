@@ -120,7 +120,7 @@ def remove_dir(path: str | os.PathLike, ignore_errors: bool = False) -> None:
 
 def remove_links(folder: str | os.PathLike) -> None:
     """Remove the symbolic links in a folder, before somebody else's code writes files there."""
-    for entry in os.scandir(folder):
+    for entry in os.scandir(os.fspath(folder)):
         if entry.is_symlink():
             os.remove(entry.path)
 

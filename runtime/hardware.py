@@ -65,7 +65,7 @@ class Execution:
     device: str  # "cuda" or "cpu"
     dtype: str  # "bfloat16", "float16" or "float32"
     compile: bool
-    memory: int  # bytes per rank
+    memory: float  # bytes per rank
     gpu: Gpu | None = None  # target_gpu's; None: the GPU of this machine
 
     @property
@@ -106,9 +106,7 @@ def gpu_named(name: str) -> Gpu | None:
 
 def find_gpu(target: float | str) -> Gpu:
     """Return the Gpu for the setting target_gpu: a name, or a number of GB. Raises UserError."""
-    text = target
-    if not isinstance(target, str):
-        text = f"{target:g}"
+    text = target if isinstance(target, str) else f"{target:g}"
 
     # A name first: 4090 is parsed as a number
     gpu = gpu_named(text)
@@ -129,7 +127,7 @@ def peak_flops(device: Device) -> float | None:
     if torch.device(device).type != "cuda":
         return None
     gpu = gpu_named(torch.cuda.get_device_name(device))
-    if gpu is None:
+    if gpu is None or gpu.tflops is None:
         return None
     return gpu.tflops * 1e12
 

@@ -16,6 +16,7 @@ import ssl
 import subprocess
 import sys
 import urllib.request
+from collections.abc import Mapping
 from pathlib import Path
 
 CPU_WHEELS = "https://download.pytorch.org/whl/cpu/torch/"
@@ -184,7 +185,7 @@ def remove_other_torch(is_cpu_build: bool):
             shutil.rmtree(info.parent / "torch", ignore_errors=True)
 
 
-def pip_configuration(env: dict) -> dict:
+def pip_configuration(env: Mapping[str, str]) -> dict:
     """Return what pip's files and its variables set for `pip install`, by the names of its options.
 
     A value of several lines or words, as of find-links, is returned as written.
@@ -208,7 +209,7 @@ def pip_configuration(env: dict) -> dict:
         parser.read(files, encoding="utf-8")
     except (configparser.Error, OSError, UnicodeDecodeError):
         return {}  # pip names the mistake
-    found = {}
+    found: dict[str, str] = {}
     for section in ("global", "install"):
         if parser.has_section(section):
             found |= {name.replace("_", "-"): value for name, value in parser.items(section)}

@@ -80,7 +80,8 @@ def check_torch_file(file: BinaryIO, classes: set[str] | frozenset[str] = frozen
     # A zip file. PyTorch's own reader finds the pickle, so that what is checked is what is read
     check_stored(file)
     file.seek(0)
-    start = torch._C.PyTorchFileReader(file).get_record_offset("data.pkl")
+    reader: Any = torch._C.PyTorchFileReader(file)
+    start = reader.get_record_offset("data.pkl")
     file.seek(start)
     check_pickle(file.read(MAX_PICKLE_BYTES), classes)
     return True

@@ -14,8 +14,9 @@ import json
 import os
 import stat
 from collections.abc import Callable
+from io import BufferedReader
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 from runtime.errors import UserError
 
@@ -34,7 +35,7 @@ class UnsafeFileError(UserError):
 
 def open_regular(
     path: str | os.PathLike, max_bytes: int | None = None, follow_links: bool = True
-) -> BinaryIO:
+) -> BufferedReader:
     """Open a regular file for reading.
 
     max_bytes: the largest size that is plausible, or None. follow_links: whether the file may be a

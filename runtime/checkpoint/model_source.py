@@ -120,8 +120,9 @@ def hash_of(statements: list[ast.stmt]) -> str:
 
 def is_text(statement: ast.stmt) -> bool:
     """Return whether a statement is a text alone, as a docstring is."""
-    is_constant = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
-    return is_constant and isinstance(statement.value.value, str)
+    if not isinstance(statement, ast.Expr) or not isinstance(statement.value, ast.Constant):
+        return False
+    return isinstance(statement.value.value, str)
 
 
 def edited_parts(saved: dict | None, model: nn.Module) -> list[str] | None:
@@ -190,7 +191,7 @@ def check_tensors(
 
     # What may have changed the model since
     edited = edited_parts(source, model)
-    if edited is None:
+    if source is None or edited is None:
         advice = "restore model.py"
     elif edited:
         advice = f"restore {source['file']}, which was edited since ({shown_names(edited)})"

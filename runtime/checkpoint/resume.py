@@ -75,7 +75,7 @@ def first_intact(
 
     The first is None if none is intact. All ranks call it, and exit if one can't read a tag.
     """
-    corrupt = {}
+    corrupt: dict[str, list[str]] = {}
     for name in names:
         tag, unreadable, problems = inspect(store, name)
         exit_together(unreadable)

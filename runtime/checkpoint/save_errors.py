@@ -34,7 +34,7 @@ def cause_of(error: BaseException) -> str:
     """Return one line on why a save failed: what the system said, and what helps."""
     if not isinstance(error, OSError) or error.errno is None:
         return first_line(error)
-    text = error.strerror
+    text = error.strerror or first_line(error)
     if error.filename:
         text = f"{error.filename}: {text}"
     fix = SAVE_FIXES.get(error.errno)

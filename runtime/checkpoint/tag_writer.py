@@ -168,6 +168,6 @@ def write_file(path: str, content: dict) -> None:
             torch.save(content, file)
     except Exception as error:
         cause = first_os_error(error)
-        if cause is None:
+        if cause is None or cause.errno is None:
             raise
         raise OSError(cause.errno, os.strerror(cause.errno), path) from error

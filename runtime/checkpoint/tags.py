@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import NamedTuple, TextIO
 
 from runtime.checkpoint.errors import CheckpointError, UnreadableError
 from runtime.checkpoint.manifest import read_manifest
@@ -51,8 +51,8 @@ class TagStore:
     def __init__(self, out_dir: str | os.PathLike, read_only: bool = True):
         self.out_dir = str(out_dir)
         self.read_only = read_only
-        self._lock = None  # an open file
-        self._folder = None  # os.stat() of the folder that is locked
+        self._lock: TextIO | None = None  # an open file
+        self._folder: os.stat_result | None = None  # os.stat() of the folder that is locked
         if not read_only:
             with all_exit_on(UserError):
                 if RANK == 0:

@@ -107,7 +107,7 @@ def mismatches(hosts: list[str], fingerprints: list[dict[str, Any]]) -> list[str
 
     messages = []
     for name in names:
-        places_of = {}  # {a value as text: where it is}
+        places_of: dict[str, list[str]] = {}  # {a value as text: where it is}
         for place, facts in zip(places, fingerprints):
             value = repr(facts.get(name))
             places_of.setdefault(value, []).append(place)

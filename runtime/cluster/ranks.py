@@ -209,7 +209,7 @@ def merge_problems(ranks: list) -> list[str]:
     ranks: [(host name, problems)].
     """
     # The hosts of each problem, in the order in which the ranks report them
-    hosts_of = {}
+    hosts_of: dict[str, list[str]] = {}
     for host, problems in ranks:
         for problem in "\n".join(problems).splitlines():  # one may hold several lines
             hosts_of.setdefault(problem, []).append(host)
@@ -257,7 +257,7 @@ def all_gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> li
     dist.all_gather(sizes, torch.tensor([len(content)]), group=group)
 
     # all_gather takes tensors of one size
-    longest = max(size.item() for size in sizes)
+    longest = max(int(size) for size in sizes)
     padded = torch.zeros(longest, dtype=torch.uint8)
     padded[: len(content)] = content
     gathered = [torch.empty_like(padded) for _ in sizes]
@@ -273,7 +273,7 @@ def broadcast_from_rank0(value: Any, group: dist.ProcessGroup | None = None) -> 
     size = torch.tensor([len(content)])
     dist.broadcast(size, src=0, group=group)
     if RANK != 0:
-        content = torch.empty(size.item(), dtype=torch.uint8)
+        content = torch.empty(int(size), dtype=torch.uint8)
     dist.broadcast(content, src=0, group=group)
     return json_value(content)
 

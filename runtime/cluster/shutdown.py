@@ -74,7 +74,8 @@ class Shutdown:
     def begin_training(self) -> None:
         """From now on, a signal stops the run after its step, and the run saves."""
         self.can_save = True
-        self.signals.act = self.on_signal
+        if self.signals is not None:
+            self.signals.act = self.on_signal
 
     def on_signal(self, number: int) -> None:
         """Ask for a stop, on the thread of the SignalWatch."""

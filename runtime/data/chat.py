@@ -4,8 +4,9 @@ GPT-2 has no tokens for roles, so they are words, and end-of-text ends each answ
 """
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import Any
 
 from runtime.data.dataset import BEGINS, COUNTS
 from runtime.data.limited import call_limited
@@ -58,7 +59,7 @@ def render_here(
 
     is_ours = template == TEMPLATE
     with RENDERER:
-        texts, spans = render_jinja_template(
+        rendered: Any = render_jinja_template(
             [messages],
             chat_template=template,
             return_assistant_tokens_mask=is_ours,
@@ -66,13 +67,14 @@ def render_here(
             eos_token=eos_token,
             bos_token=eos_token,
         )
+    texts, spans = rendered
     if not is_ours:
         return texts[0], []
     return texts[0], spans[0]
 
 
 def encode_conversation(
-    messages: Messages, encode: Callable[[str], Iterable[int]], end: int
+    messages: Messages, encode: Callable[[str], Collection[int]], end: int
 ) -> tuple[list[int], list[int]]:
     """Return (ids, mask) of a conversation, up to its last answer.
 

@@ -31,7 +31,7 @@ from runtime.files import ROOT, TEMP_NAME, write_temp
 from runtime.untrusted import check_regular, read_regular
 
 SPLITS = ("train", "val")
-DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+DTYPES: dict[str, np.dtype] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 # In the order in which they get their names. No reader accepts a dataset without train.bin
 FILES = (
     "tokenizer.json",
@@ -155,8 +155,8 @@ def slices(ids: Ids) -> Iterator[Ids]:
 
 def _packed(ids: Ids | Iterator[Ids], dtype: np.dtype, vocab_size: int) -> Iterator[bytes]:
     """Yield the bytes of ids. Raises UserError for an id outside the vocabulary."""
-    is_iterator = hasattr(ids, "__next__")
-    for piece in ids if is_iterator else slices(ids):
+    pieces = ids if isinstance(ids, Iterator) else slices(ids)
+    for piece in pieces:
         piece = np.asarray(piece)
         if piece.size and not 0 <= piece.min() <= piece.max() < vocab_size:
             raise UserError(

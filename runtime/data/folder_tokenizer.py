@@ -276,7 +276,9 @@ def added_tokens(folder: Path, config: dict, vocab: dict[str, int]) -> list[dict
     added = dict(config_of(folder / "added_tokens.json"))
     special = {END_OF_TEXT}
     for name in ("eos_token", "bos_token", "unk_token", "pad_token"):
-        special.add(text_of_token(config.get(name)))
+        text = text_of_token(config.get(name))
+        if text is not None:
+            special.add(text)
 
     # The configuration describes them, too, by their ids
     described = config.get("added_tokens_decoder")

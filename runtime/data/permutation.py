@@ -1,5 +1,7 @@
 """Shuffle without storing an order: a permutation that is computed index by index."""
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import ArrayLike
 
@@ -8,7 +10,7 @@ SPLITMIX64 = [np.uint64(c) for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x9
 ROUNDS = 6  # of the Feistel network
 
 
-def splitmix64(x: ArrayLike) -> np.ndarray:
+def splitmix64(x: Any) -> Any:
     """Hash uint64 to uint64, elementwise, with splitmix64's finalizer."""
     increment, first_factor, second_factor = SPLITMIX64
     with np.errstate(over="ignore"):

@@ -123,7 +123,7 @@ def encode_batch(tokenizer: Any, texts: list[str]) -> list[list[int] | None]:
 
 def encode_each(encode: Callable[[str], list[int]], texts: list[str]) -> list[list[int] | None]:
     """Return the ids of each text, or None where encode() raises UserError."""
-    found = []
+    found: list[list[int] | None] = []
     for text in texts:
         try:
             found.append(encode(text))
@@ -163,7 +163,7 @@ def is_gpt2(ids: Ids) -> bool:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     # The first tokens, and the merges
-    merges = ids.rules.get("merges")
+    merges = ids.rules.get("merges") or []
     first = {token: number for token, number in ids.tokens.items() if number < GPT2_VOCAB}
     in_order = dict(sorted(first.items(), key=lambda item: item[1]))
     if ids.rules.get("type") != "BPE" or sha256_of(json.dumps(in_order)) != GPT2_VOCAB_SHA256:

@@ -316,7 +316,7 @@ def token_bytes(data: dict, fetch: bool = True) -> np.ndarray:
     """
     n = data["vocab_size"]
     # Training doesn't need the bytes, so what is wrong with a tokenizer is no reason to stop
-    tokens = []
+    tokens: Collection[bytes | str] = []
     with contextlib.suppress(UserError):
         tokens = _tokens_in_bytes(data["tokenizer"], n, fetch)
     sizes = np.zeros(n + 1, np.int64)

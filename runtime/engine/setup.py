@@ -31,7 +31,7 @@ from runtime.engine.layout import (
 )
 from runtime.engine.muon import is_muon
 from runtime.engine.reduce import BucketedAllReduce, LocalAccumulation
-from runtime.engine.step import OurStep
+from runtime.engine.step import OurStep, Reduction
 from runtime.engine.zero3_blocks import Zero3Blocks, blocks_to_gather
 from runtime.errors import UserError
 from runtime.hardware import Execution, attention_backends
@@ -283,8 +283,9 @@ def replace_gradients_and_step(layout: Layout, paths: FastPaths) -> OurStep | No
         local = all_reduce_sum(paths.local.taken)[0] == layout.world_size
 
     # What takes the gradients to the shards
+    reduction: Reduction
     if layout.stage == 3:
-        blocks = []
+        blocks: list[nn.Module] = []
         if paths.by_block.taken:
             blocks, _ = blocks_to_gather(layout.module)
         reduction = Zero3Blocks(layout, blocks, local)

@@ -247,7 +247,7 @@ def gpt2_vocab_and_merges() -> tuple[dict[str, int], list[tuple[str, str]]]:
     # Latin-1 has a character for each byte
     names = [token.decode("latin-1").translate(letters) for token in ranks]
     merges = []
-    earlier = {}
+    earlier: dict[bytes, int] = {}
     for token, rank in ranks.items():
         if len(token) > 1:
             # The two tokens that earlier merges make of it

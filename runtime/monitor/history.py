@@ -6,6 +6,8 @@ import json
 import math
 import os
 import sys
+from collections.abc import Mapping
+from typing import Any
 
 from runtime.files import write_atomic
 from runtime.output import printable
@@ -19,7 +21,7 @@ MAX_SKIPPED = 1000  # a killed run leaves one
 MAX_VALUE = 1e30  # that a plot can draw
 
 
-def append_history(out_dir: str, record: dict) -> None:
+def append_history(out_dir: str, record: Mapping) -> None:
     """Add one record to out_dir/history.jsonl: all of it, or nothing and an OSError.
 
     Raises UnsafeFileError if the file is a link, which others may have put there.
@@ -75,7 +77,7 @@ def read_history(out_dir: str) -> list[dict]:
     return history
 
 
-def json_line(record: dict) -> str:
+def json_line(record: Mapping) -> str:
     """Return a record as a line of JSON, which has no NaN and no infinity: they become null."""
     return json.dumps(without_nan(record), allow_nan=False) + "\n"
 
@@ -103,8 +105,10 @@ def series(history: list[dict], key: str) -> list[tuple[int, float]]:
     """Return [(iter, value)] of the records whose `key` is a number that can be drawn."""
     points = []
     for record in history:
-        value = record.get(key)
-        if type(value) in (int, float) and abs(value) <= MAX_VALUE:
+        value: Any = record.get(key)
+        if type(value) not in (int, float):
+            continue
+        if abs(value) <= MAX_VALUE:
             points.append((record["iter"], float(value)))
     return points
 

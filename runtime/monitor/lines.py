@@ -4,7 +4,7 @@ docs/output.md."""
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Estimate(NamedTuple):
@@ -39,7 +39,7 @@ def format_step(record: Mapping) -> str:
 
 def loss_record(
     losses: Mapping[str, Sequence[tuple[float, float, float | None]]], shares: Sequence[float]
-) -> dict[str, float]:
+) -> dict[str, Any]:
     """Return the losses of an evaluation, with the keys of history.jsonl.
 
     They are the means of the datasets, weighted by their shares, and the standard errors. If the
@@ -57,8 +57,8 @@ def loss_record(
         record[f"{split}_loss"] = mean
         record[f"{split}_loss_stderr"] = math.hypot(*parts) / total
 
-        sizes = [estimate.bytes_per_target for estimate in estimates]
-        if split == "val" and all(sizes):
+        sizes = [estimate.bytes_per_target for estimate in estimates if estimate.bytes_per_target]
+        if split == "val" and len(sizes) == len(estimates):
             bits_per_target = mean / math.log(2)
             record["bits_per_byte"] = bits_per_target / statistics.fmean(sizes, shares)
     return record

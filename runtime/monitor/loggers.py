@@ -3,7 +3,7 @@ history.jsonl."""
 
 import os
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from runtime.cluster.ranks import print0
 from runtime.errors import UserError
@@ -31,7 +31,7 @@ class Loggers:
     """
 
     def __init__(
-        self, settings: object, record: dict, iter_num: int, resumes: bool, wandb_id: str | None
+        self, settings: Any, record: dict, iter_num: int, resumes: bool, wandb_id: str | None
     ):
         self.settings = settings
         self.settings_record = record

@@ -75,7 +75,7 @@ class RunLog:
         self.first_iter = state.get("iter_num", 0)
         self.iter_num = self.first_iter
         self.is_finite = True
-        self.second_step = None  # (time, position) at which it began
+        self.second_step: tuple[float, int] | None = None  # (time, position) at which it began
 
         # The clock, which restart_clock() starts, and where the run was then
         self.paused = True

@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from runtime.data.loader import BatchSizes
 from runtime.engine.ds_config import complete_config
@@ -64,10 +64,10 @@ def runs_that_fit(plan: RunPlan) -> list[Fit]:
         config, _ = complete_config(
             preset, plan.batch, plan.settings.grad_clip, execution.dtype, execution.compile
         )
-        other = replace(
+        with_preset = replace(
             plan, ds_config=config, gradient_checkpointing=recompute, accumulate_locally=False
         )
-        other = largest_that_fits(other)
+        other = largest_that_fits(with_preset)
         if other:
             time = relative_step_time(other.batch.micro, recompute, preset, gpu_speed)
             found.append(Fit(time, gpu_bytes(other), arguments(other, deepspeed_config=preset)))
@@ -84,7 +84,7 @@ def can_use(plan: RunPlan, preset: str) -> bool:
     return not (plan.settings.skip_grad_spikes and preset == ZERO3_OFFLOAD)
 
 
-def arguments(plan: RunPlan, **others: object) -> str:
+def arguments(plan: Any, **others: object) -> str:
     """Return what to add to the command line for this RunPlan. others: settings to have as well."""
     wanted = {"gradient_checkpointing": plan.gradient_checkpointing, **others}
     if plan.settings.accumulate_locally is True:

@@ -201,7 +201,7 @@ def zero3_buffers(run: MemoryInputs) -> int:
     in_blocks = params.block * run.model.n_layer
     others = params.stored - in_blocks
     gathered = min(max(2, max_live(run) // params.block), run.model.n_layer)
-    size = (gathered * params.block + others) * run.itemsize
+    size: float = (gathered * params.block + others) * run.itemsize
     if trains_all:
         of_blocks = in_blocks * 4 if run.accumulate_locally else 2.5 * params.block * run.itemsize
         size += of_blocks + others * 4

@@ -18,9 +18,9 @@ class RunPlan(MemoryInputs):
     settings: Any  # from configurator.py; batch_size and numbers of iterations are resolved
     datasets: tuple  # Datasets
     # {"tokenizer", "vocab_size", "template", "train_tokens", "val_tokens"} of all of them together
-    data: dict | None
-    tokens: dict | None  # {split: the Sequences of each dataset}
-    windows: int | None  # sequences per epoch
+    data: dict[str, Any]
+    tokens: dict[str, Any]  # {split: the Sequences of each dataset}
+    windows: int  # sequences per epoch
     start: Start
     lora: dict | None
     eval_windows: int  # per evaluation, over all ranks

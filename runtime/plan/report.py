@@ -35,7 +35,9 @@ def memory_report(plan: RunPlan, ranks: Ranks) -> str:
     return "\n".join(lines)
 
 
-def format_breakdown(title: str, parts: Mapping[str, float], limit: int | None = None) -> list[str]:
+def format_breakdown(
+    title: str, parts: Mapping[str, float], limit: float | None = None
+) -> list[str]:
     """Return lines with the sum of the parts, and a bar for each.
 
     limit: the bytes that they should fit into; the first line says if they don't.

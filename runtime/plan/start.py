@@ -316,7 +316,7 @@ def find_tag(store: TagStore, settings: Any) -> tuple[str, dict]:
     names = [settings.resume_tag]
     if settings.resume_tag == "latest":
         names = store.newest_first() or ["latest"]
-    first_error = None
+    errors = []
     for name in names:
         try:
             tag, manifest = store.find(name)
@@ -326,5 +326,5 @@ def find_tag(store: TagStore, settings: Any) -> tuple[str, dict]:
         except UnreadableError:  # an older tag would lose its iterations
             raise
         except CheckpointError as error:
-            first_error = first_error or error
-    raise first_error
+            errors.append(error)
+    raise errors[0]

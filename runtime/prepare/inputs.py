@@ -172,7 +172,8 @@ def read_conversations(name: str) -> Iterator[tuple[str, bytes]]:
 def check_pipe_is_text() -> None:
     """Raise UserError if standard input begins as JSON does. It has no file name."""
     # peek() leaves the bytes in the buffer
-    if BEGINS_OBJECT.match(sys.stdin.buffer.peek()):
+    stdin: Any = sys.stdin.buffer
+    if BEGINS_OBJECT.match(stdin.peek()):
         raise UserError("standard input begins with JSON, and would be read as text: add "
                         "--format=jsonl or --format=chat, or --format=text if it is text")
 
