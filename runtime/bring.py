@@ -129,7 +129,8 @@ class Adapter(nn.Module):
 
         That is logits (B, T, vocab_size) and the loss. Raises UserError for something else.
         """
-        result = super().forward(idx, targets)
+        # nanoGPT's loss has targets.view(-1), which a slice of longer sequences can't have
+        result = super().forward(idx.contiguous(), targets.contiguous())
         is_pair = isinstance(result, tuple) and len(result) == 2
         is_pair = is_pair and all(map(torch.is_tensor, result))
         if not is_pair or result[0].numel() % idx.numel() or result[1].numel() != 1:

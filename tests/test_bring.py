@@ -159,7 +159,7 @@ def test_it_may_have_another_name(project, characters):
 
 
 WIDTHS = "config.n_embd, 4 * config.n_embd, bias=config.bias"
-FORWARD = "        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)\n"
+FORWARD = "        return logits, F.cross_entropy(logits.flatten(0, 1), targets.view(-1), ignore_index=-1)\n"
 MISSING = {  # (edit of the file, or None, settings, the message)
     "weights of GPT-2": (None, ["--init_from=gpt2"], "init_from=gpt2 holds weights of GPT-2, and model.py"),
     "Muon": (None, ["--optimizer=muon"], "optimizer=muon needs GPT.muon_matrices"),
@@ -241,6 +241,25 @@ OTHER_LOSSES = {  # (in the place of the cross-entropy, whether it can be taken 
     "-1 is an error": ("F.cross_entropy(logits.flatten(0, 1), targets.flatten())", False),
     "-1 is a token": ("F.cross_entropy(logits.flatten(0, 1), targets.flatten() % logits.size(-1))", False),
 }
+
+
+def test_slices_of_longer_sequences_are_taken_as_copies_are(tmp_path):
+    """Its loss has targets.view(-1), as nanoGPT's, which a slice of a tensor of several rows refuses."""
+    module = brought_module(tmp_path)
+    config = module.GPTConfig(block_size=8, vocab_size=11, n_layer=1, n_head=2, n_embd=16)
+    torch.manual_seed(0)
+    model = adapted(module.GPT, module.GPTConfig)(config).eval()
+
+    # What the doctor trains with
+    sequences = torch.randint(11, (2, 9))
+    idx, targets = sequences[:, :-1], sequences[:, 1:]
+    assert torch.equal(model(idx, targets), model(idx.clone(), targets.clone()))
+    # What sampling reads when a prompt is longer than the context
+    prompts = torch.randint(11, (2, 12))
+    longer = model.generate(prompts, max_new_tokens=2, top_k=1)
+    for row in range(2):
+        alone = model.generate(prompts[row : row + 1], max_new_tokens=2, top_k=1)
+        assert torch.equal(longer[row : row + 1], alone)
 
 
 @pytest.mark.parametrize("loss", OTHER_LOSSES)

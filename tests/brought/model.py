@@ -123,7 +123,7 @@ class GPT(nn.Module):
         if targets is None:
             return self.lm_head(x[:, -1:]), None
         logits = self.lm_head(x)
-        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
+        return logits, F.cross_entropy(logits.flatten(0, 1), targets.view(-1), ignore_index=-1)
 
     def crop_block_size(self, block_size):
         assert block_size <= self.config.block_size
