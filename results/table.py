@@ -53,7 +53,7 @@ def cards():
         gb = [re.search(rf"^{part} +(\S+) GB", memory_report(plan, one), re.M)[1] for part in ("each GPU", "host")]
         time = re.search(r"^time +(at least )?.* per step, (.*) for 20 steps", summary(plan), re.M)
         how = "LoRA" if plan.lora else "offload" if "offload" in settings.deepspeed_config else "all weights"
-        rows.append([name, f"`{option}`", how, *gb, (time[1] or "") + time[2] if time else ""])
+        rows.append([name, f"`{option}`", how, *gb, (time[1] or "") + time[2] if time else "not estimated"])
     return markdown(["card", "add", "trains", "GPU memory, GB", "RAM, GB", "20 steps, min:s"], rows)
 
 
@@ -63,8 +63,12 @@ def speed():
              if (case.gpu, case.gpus, case.stage, case.optimizer) == ("H200", 1, 2, "adamw")}
     small = max((case for case in cases if case.model == "gpt2"), key=lambda case: cases[case]["tokens_per_s"])
     shown = [*(case for case in cases if case.model in ("gpt2-xl", "gpt2-xl, FP8") and case.micro in (32, 8, 1)), small]
-    rows = [[case.gpus, case.model, *speed_cells(case, cases[case]), link(cases[case])] for case in shown]
-    return markdown(["GPUs", "model", SPLIT, "ms per step", "tokens/s", "MFU", "peak GB", SOURCE], rows)
+    rows = []
+    for case in shown:
+        run = cases[case]
+        split, ms, *others = speed_cells(case, run)
+        rows.append([case.gpus, case.model, split, link(run, ms), *others])
+    return markdown(["GPUs", "model", SPLIT, "ms per step", "tokens/s", "MFU", "peak GB"], rows)
 
 
 def training():

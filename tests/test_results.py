@@ -1,6 +1,7 @@
 """The generated tables, and the memory estimate against measured peaks, from the files of results/."""
 
 import json
+import re
 
 import pytest
 from conftest import ROOT
@@ -72,3 +73,57 @@ def test_a_long_run_with_a_loss_that_is_not_finite_is_recorded(tmp_path):
     assert recorded["losses"][48:51] == [3.0, None, 3.0] and recorded["grad_norms"][49] is None
     assert recorded["evaluations"] == [{"iter": 120, "train_loss": 3.0, "val_loss": None}]
     assert "3.0, null, 3.0" in text  # a list is a line
+
+
+def rows_of_what_was_tested():
+    """Return README's table "What was tested" as {first cell: {column: text}}."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    section = readme.partition("## What was tested\n")[2].partition("\n## ")[0]
+    lines = [line for line in section.splitlines() if line.startswith("|")]
+    head, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return {cells[0]: dict(zip(head[1:], cells[1:], strict=True)) for cells in rows}
+
+
+def all_records():
+    return {path.name: json.loads(path.read_text()) for path in sorted((ROOT / "results").glob("*.json"))}
+
+
+def test_what_was_tested_is_what_the_records_have():
+    """README's table: cards, GPUs of a run, precisions, weights, lengths, systems and Pythons."""
+    table_rows, records = rows_of_what_was_tested(), all_records()
+    bench = [record for name, record in records.items() if "_bench_" in name]
+
+    # A card, and how many of them, is measured if a record of bench.py has it
+    gpus_of = {}
+    for run in bench:
+        gpus_of.setdefault(re.search(r"[A-Z]\d+", run["hardware"])[0], set()).add(run["world_size"])
+    shown = re.findall(r"([\d, ]+) \((\w+)\)", table_rows["GPUs of a run"]["measured"])
+    assert {card: {int(number) for number in text.split(",")} for text, card in shown} == gpus_of
+    assert set(re.findall(r"[A-Z]\d+", table_rows["GPUs"]["measured"])) == set(gpus_of)
+
+    # Precisions. "auto" is bfloat16 on these cards
+    dtypes = {{"auto": "bfloat16"}.get(run["settings"]["dtype"], run["settings"]["dtype"]) for run in bench}
+    if any(run["settings"].get("fp8") for run in bench):
+        dtypes.add("FP8")
+    on_gpus = table_rows["precision"]["measured"].partition(";")[0]
+    assert set(on_gpus.split(", ")) == dtypes
+
+    # No record has OpenAI's weights: one that has them changes this table
+    sources = {record["settings"]["init_from"] for record in records.values() if "settings" in record}
+    assert sources <= {"scratch", "random-xl", "auto", "resume", "/tmp/xl"}
+    assert table_rows["weights"]["measured"] == "random" and table_rows["weights"]["never tried"] == "OpenAI's"
+    names = {record["settings"].get("dataset") for record in records.values() if "settings" in record}
+    assert names <= {"packages", "packages-half", "shakespeare", "shakespeare_char", "license"}
+
+    # The longest runs
+    small = max(record["steps"] for name, record in records.items() if "long_run" in name and "steps" in record)
+    xl = max(run["curve"][-1][0] for run in records["race_xl.json"]["runs"])
+    assert table_rows["longest training"]["measured"] == f"124M: {small:,} steps; XL: {xl:,} steps"
+
+    # Systems and Pythons
+    installs = [record for name, record in records.items() if "cpu_install_" in name]
+    systems = {re.search(r"\d+|sid", record["debian"])[0] for record in installs}
+    assert set(re.findall(r"\d+|sid", table_rows["systems"]["measured"])) == systems
+    pythons = {record["versions"]["python"] for record in bench} | {record["python"] for record in installs}
+    minors = {version.rpartition(".")[0] for version in pythons}
+    assert set(table_rows["Python"]["measured"].split(", ")) == minors

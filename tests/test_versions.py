@@ -17,7 +17,7 @@ def test_the_versions_of_python_are_those_of_pyproject_toml():
     """3.11 to 3.14, in what a user reads."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["requires-python"] == ">=3.11,<3.15"
-    assert "You need Linux (WSL2 is not tested), and Python 3.11 to 3.14" in (ROOT / "README.md").read_text()
+    assert "You need Linux and Python 3.11 to 3.14" in (ROOT / "README.md").read_text()
     assert "for Python 3.11 to 3.14." in (ROOT / "requirements.txt").read_text().splitlines()[0]
 
 
