@@ -2,7 +2,7 @@
 #   python launch_deepspeed.py --nproc_per_node=8 train_deepspeed.py config/train_gpt2_xl.py
 # 8 sequences x 8 GPUs x 8 = 512 sequences of 1,024 = 524,288 tokens per step.
 # 100,000 steps see 52.4 billion tokens. By the speed of one GPU, that takes 36 hours on eight
-# H200s. There is no published loss to expect.
+# H200s. It was not run. llm.c's run_gpt2_1558M.sh is another recipe: 32,000 steps of 1M tokens.
 out_dir = "out-gpt2-xl"
 init_from = "scratch"
 dataset = "openwebtext"

@@ -30,6 +30,7 @@ def test_index_the_commands_lead_from_shards_to_a_sample_and_a_resume(tmp_path):
     small = [option for option in (*SMALL, f"--dataset={tmp_path / 'data'}") if not re.match("--(init|learn)", option)]
     added = [["--name=./data"], ["--dataset=hub", "--name=./edu"], [*small, one], [*small, eight], [*small, xl],
              [one, "--num_samples=1", "--max_new_tokens=5", "--device=cpu"], [one, f"--to={tmp_path / 'hf'}"],
+             [one, f"--dataset={tmp_path / 'data'}"],
              [*small, eight, "--resume_tag=iter_2"]]
     commands, printed = [words for words in map(shlex.split, blocks(PAGE)) if words[0] == "python"], []
     for words, options in zip(commands, added, strict=True):
@@ -43,18 +44,24 @@ def test_index_the_commands_lead_from_shards_to_a_sample_and_a_resume(tmp_path):
             run = subprocess.run([sys.executable, script, *arguments], cwd=tmp_path, capture_output=True, text=True,
                                  env={**os.environ, "HF_HOME": str(tmp_path / "cache")})
         printed.append(done(run).stdout)
-    shards, hub, *trained, sampled, exported, resumed = printed
+    shards, hub, *trained, sampled, exported, evaluated, resumed = printed
     assert "train: 5,000 tokens" in shards and "train: 300 tokens, val: 600 tokens" in hub
     for text, ranks in zip((*trained, resumed), (1, 8, 8, 8)):
         assert f"{ranks} x CPU" in text and "step 4: train loss 10.8" in text  # ln(50257)
     assert "iteration 2" in resumed and "lr 5.39e-06" in resumed  # 1.8e-3, in the third of 1,000 steps of warmup
+    assert "loss 10.8" in evaluated
     assert "The meaning of life is" in sampled and "logits for 32 tokens differ" in exported
 
 
 def test_the_job_and_the_hours():
     """The hours are tokens divided by the measured speed."""
-    job, = (words for words in map(shlex.split, blocks(PAGE)) if words[0] == "sbatch")
-    assert configurator.settings_of_script(str(ROOT / "train_deepspeed.py"), job[2:]).dataset == "fineweb100B"
+    jobs = [words for words in map(shlex.split, blocks(PAGE)) if words[0] == "sbatch"]
+    datasets = []
+    for words in jobs:
+        arguments = words[words.index("examples/slurm/train_xl.sbatch") + 1 :]
+        settings = configurator.settings_of_script(str(ROOT / "train_deepspeed.py"), arguments)
+        datasets.append(settings.dataset)
+    assert datasets == ["fineweb100B", "fineweb10B"]
     page, measured = read(PAGE), {"124M": ("small_muon_60x1", 480), "XL": ("8x4", 512)}
     rows = re.findall(r"^\| (124M|XL) \| ([\d,]+).* \| ([\d.]+) billion \| ([\d.]+) h \| ([\d.]+) h \|$", page, re.M)
     assert len(rows) == 2
