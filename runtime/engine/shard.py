@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from runtime.engine.compact import CompactState
+
 
 @dataclass(frozen=True, eq=False)
 class Piece:
@@ -27,7 +29,11 @@ class Place:
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """This rank's part of a parameter group, as flat tensors of one size."""
+    """This rank's part of a parameter group, as flat tensors of one size.
+
+    compact: what is kept in the place of fp32 weights and moments, of which master and the state
+    have only the shapes then.
+    """
 
     master: Tensor  # fp32 weights, which the optimizer steps
     half: Tensor  # the same weights as forward and backward use them
@@ -36,6 +42,7 @@ class Shard:
     group: int  # the number of the optimizer's parameter group
     pieces: tuple[Piece, ...] = ()
     places: tuple[Place, ...] = ()  # of all ranks; at ZeRO-3, parameters are cut one by one
+    compact: CompactState | None = None
 
     @property
     def params(self) -> tuple[nn.Parameter, ...]:

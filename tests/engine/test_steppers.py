@@ -30,7 +30,7 @@ def test_they_import_no_deepspeed():
     code = """
 import sys
 sys.modules["deepspeed"] = None  # importing it is an error
-from runtime.engine import adamw, any_optimizer, clip, grad_sink, muon, offload, shard
+from runtime.engine import adamw, any_optimizer, clip, compact_adamw, grad_sink, muon, offload, shard
 """
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
