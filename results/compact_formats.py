@@ -77,6 +77,11 @@ WAYS = {
         lambda n: compact.Moment8(n, POSITIVE, CPU),
         lambda n: compact.Moment16(n, CPU),
     ),
+    "bfloat16": (
+        lambda n: compact.Moment16(n, CPU),
+        lambda n: compact.Moment16(n, CPU),
+        lambda n: compact.Moment16(n, CPU),
+    ),
     "8 bits, Muon's in bfloat16": (
         lambda n: compact.Moment8(n, SIGNED, CPU),
         lambda n: compact.Moment8(n, POSITIVE, CPU),

@@ -1,7 +1,10 @@
 """Copy what a save writes to host memory, so that training can go on while it is written."""
 
 import copy
+import os
+import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,6 +20,22 @@ PAGE = 4096  # bytes
 LEFT_FREE = 1.1  # 10% of the host's memory stays free
 
 Files = list[tuple[str, dict]]  # (path, content)
+
+
+@dataclass(frozen=True, eq=False)
+class Decoded:
+    """A flat fp32 tensor that is kept in another format, and made when a save needs it.
+
+    n: its elements. fill(target): writes them to a tensor on the CPU; from a GPU, the copies may
+    not be done yet.
+    """
+
+    n: int
+    fill: Callable[[Tensor], None]
+
+    @property
+    def nbytes(self) -> int:
+        return 4 * self.n
 
 
 class Staging:
@@ -69,6 +88,12 @@ class Staging:
 
         def copied(leaf: Any) -> Any:
             nonlocal filled
+            if isinstance(leaf, Decoded):
+                place = self.buffer[filled : filled + leaf.nbytes]
+                flat = torch.frombuffer(place, dtype=torch.float32)
+                leaf.fill(flat)
+                filled += aligned_nbytes(leaf)
+                return flat
             if not torch.is_tensor(leaf):
                 return copy.deepcopy(leaf)
             tensor = leaf.detach()
@@ -99,6 +124,30 @@ def without_attributes(files: Files) -> Files:
     return map_leaves(plain, files)
 
 
+def decoded(content: dict, folder: str) -> dict:
+    """Return a file's content with the tensors that are still to be made.
+
+    They lie in memory if there is enough, else in files without a name in the folder, from which
+    the system reads them into memory as it can. Raises OSError if the disk is full.
+    """
+
+    def made(leaf: Any) -> Any:
+        if not isinstance(leaf, Decoded):
+            return leaf
+        if leaf.nbytes * LEFT_FREE * local_world_size() < available_memory():
+            tensor = torch.empty(leaf.n)
+        else:
+            with tempfile.TemporaryFile(dir=folder) as file:
+                os.posix_fallocate(file.fileno(), 0, leaf.nbytes)  # a hole could find a full disk
+                tensor = torch.from_numpy(np.memmap(file, np.float32, "r+", shape=leaf.n))
+        leaf.fill(tensor)
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()  # until the copies are done
+        return tensor
+
+    return tree_map(made, content, is_leaf=is_size)
+
+
 def map_leaves(function: Callable[[Any], Any], files: Files) -> Files:
     """Return the files with function(leaf) instead of each leaf of their contents."""
     mapped = []
@@ -116,7 +165,9 @@ def staged_nbytes(files: Files) -> int:
     """Return the bytes that the tensors of files take in the buffer."""
     sizes = {}
     for leaf in tree_leaves(files):
-        if torch.is_tensor(leaf):
+        if isinstance(leaf, Decoded):
+            sizes[(id(leaf),)] = aligned_nbytes(leaf)
+        elif torch.is_tensor(leaf):
             sizes[storage_key(leaf)] = aligned_nbytes(leaf)
     return sum(sizes.values())
 
@@ -126,6 +177,6 @@ def storage_key(tensor: Tensor) -> tuple:
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
-def aligned_nbytes(tensor: Tensor) -> int:
+def aligned_nbytes(tensor: Tensor | Decoded) -> int:
     """Return the bytes that a tensor takes in the buffer."""
     return -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT

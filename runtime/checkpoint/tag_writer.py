@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from runtime.checkpoint.manifest import sign_manifest
 from runtime.checkpoint.save_errors import cause_of, first_os_error, is_full
-from runtime.checkpoint.staging import Files
+from runtime.checkpoint.staging import Files, decoded
 from runtime.checkpoint.tags import TagStore
 from runtime.cluster.ranks import all_gather_objects, broadcast_from_rank0, print0
 from runtime.files import create_new, file_digest, replace_dir, write_atomic
@@ -165,7 +165,7 @@ def write_file(path: str, content: dict) -> None:
     """Write one file with torch.save. Raises OSError, with the path."""
     try:
         with create_new(path) as file:
-            torch.save(content, file)
+            torch.save(decoded(content, os.path.dirname(path)), file)
     except Exception as error:
         cause = first_os_error(error)
         if cause is None or cause.errno is None:

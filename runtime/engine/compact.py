@@ -207,6 +207,14 @@ class CompactState:
             return join_weight(self.half[start:end], self.remainder[start:end])
         return self.moments[field].read(start, end)
 
+    def copy_to(self, field: str, target: Tensor) -> None:
+        """Write the first elements of a field to a float32 tensor on the CPU, by chunks. From a
+        GPU, the copies may not be done yet."""
+        n = target.numel()
+        for start in range(0, n, CHUNK):
+            end = min(n, start + CHUNK)
+            target[start:end].copy_(self.read(field, start, end), non_blocking=True)
+
     def write(self, field: str, start: int, values: Tensor, noise: Tensor | None = None) -> None:
         """Store float32 values from start on: whole blocks, or all to the end.
 

@@ -61,6 +61,7 @@ class FastPaths:
     kernels: Choice = NOT_TAKEN  # our Triton kernels run the blocks
     chain: Choice = NOT_TAKEN  # the next fused block adds what one returns, in its own layer norm
     copies: Choice = NOT_TAKEN  # attention's weights are kept in float16, too
+    compact: Choice = NOT_TAKEN  # fp32 weights as remainders, moments in 8 bits or bfloat16
     step: Choice = NOT_TAKEN  # clipping, AdamW and the copy of the weights are one kernel
     graph: Choice = NOT_TAKEN  # micro-steps are replayed as a CUDA graph
 
@@ -72,10 +73,11 @@ NAMES = {
     "kernels": "fused blocks",
     "chain": "chained blocks",
     "copies": "float16 copies",
+    "compact": "compact optimizer state",
     "step": "one-kernel AdamW",
     "graph": "CUDA graph",
 }
-QUIET = ("one rank", "not ZeRO-3", "no fused blocks")  # reasons that need no word
+QUIET = ("one rank", "not ZeRO-3", "no fused blocks", "compact_optimizer=False")  # reasons that need no word
 
 
 def inspect_model(model: nn.Module) -> ModelFacts:
@@ -117,6 +119,7 @@ def decide(
     gradient_checkpointing: bool = False,
     fp8: bool = False,
     cuda_graph: bool | str = "auto",
+    compact_optimizer: bool = False,
 ) -> FastPaths:
     """Return the FastPaths of a run. accumulate_locally: each rank sums the micro-steps' gradients,
     or no_local says why not."""
@@ -145,7 +148,8 @@ def decide(
     chain = first_reason((not kernels.taken, "no fused blocks"), (facts.no_chain, facts.no_chain))
     copies = decide_copies(kernels, execution, stage, gradient_checkpointing, fp8)
 
-    # How a step is made, and how a micro-step is launched
+    # What the optimizer keeps, how a step is made, and how a micro-step is launched
+    compact = decide_compact(compact_optimizer, execution, ds_config)
     step = first_reason(
         (no_triton, no_triton),
         (not gradients.taken, gradients.reason),
@@ -162,7 +166,7 @@ def decide(
     )
     if graph.taken and cuda_graph == "auto":
         graph = decide_graph(facts, gathers=stage == 3 and several and not by_block.taken)
-    return FastPaths(gradients, by_block, local, kernels, chain, copies, step, graph)
+    return FastPaths(gradients, by_block, local, kernels, chain, copies, compact, step, graph)
 
 
 def decide_gradients(ds_config: Mapping) -> Choice:
@@ -190,6 +194,16 @@ def decide_copies(
         (stage == 3, "not at ZeRO-3"),
         (gradient_checkpointing, "gradient_checkpointing"),
         (fp8, "fp8"),
+    )
+
+
+def decide_compact(is_wanted: bool, execution: Execution, ds_config: Mapping) -> Choice:
+    """Return whether the optimizer's state is compact."""
+    return first_reason(
+        (not is_wanted, "compact_optimizer=False"),
+        (ds_config["zero_optimization"]["stage"] == 3, "not at ZeRO-3"),
+        (execution.dtype != "bfloat16", "only for bfloat16"),
+        (uses_offload(ds_config), "the optimizer is in host memory"),
     )
 
 

@@ -12,7 +12,8 @@ tests/engine/test_layout_table.py compares it with this file and with the instal
 import math
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import deepspeed
@@ -27,7 +28,10 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
+from runtime.checkpoint.staging import Decoded
 from runtime.cluster.ranks import silence_stdout
+from runtime.engine.compact import compact_state, placeholder
+from runtime.engine.muon import is_muon
 from runtime.engine.shard import Piece, Place, Shard, pieces_of
 
 
@@ -74,6 +78,7 @@ INTERNALS = (
     Internal("zero2", "round_robin_bit16_groups round_robin_bit16_offsets", "what lies where"),
     Internal("zero2", "real_dp_process_group", "for the all-gather of the weights"),
     Internal("zero2", "_lazy_init_hp_params_optimizer_state", "shows the optimizer's state"),
+    Internal("param", "_hp_mapping", "views of the fp32 weights, which compact state doesn't have"),
     Internal(
         "zero2",
         "param_buffer_of_bit16_for_cpu_offload_groups temp_grad_buffer_for_gpu_offload",
@@ -242,7 +247,8 @@ class Layout:
     def weights_in_use(self) -> list[tuple[Tensor, Tensor]]:
         """Return [(this rank's weights as forward uses them, the optimizer's fp32 weights)],
         flat."""
-        return [(shard.half, shard.master) for shard in self.shards]
+        # With compact state, the weights in use are the optimizer's
+        return [(shard.half, shard.master) for shard in self.shards if shard.compact is None]
 
     def gather_weights(self) -> None:
         """Bring what a step has changed to all ranks. All ranks call this."""
@@ -418,7 +424,37 @@ class Zero2Layout(Layout):
 
     def show_state(self) -> None:
         zero2 = self.engine.optimizer
-        zero2._lazy_init_hp_params_optimizer_state()
+        if not self.is_compact:
+            zero2._lazy_init_hp_params_optimizer_state()
+
+    @property
+    def is_compact(self) -> bool:
+        """Whether the shards have compact state."""
+        return any(shard.compact for shard in self.shards)
+
+    def make_compact(self) -> None:
+        """Give the shards compact state, and free the fp32 weights. Call this before connect()."""
+        shards = []
+        for shard in self.shards:
+            # DeepSpeed's views of them; safe_get_full_fp32_param() returns None then
+            for param in [place.param for place in shard.places]:
+                del param._hp_mapping
+            compact = compact_state(shard.master.data, shard.half, is_muon(shard.options))
+            shard.master.data = placeholder(shard.half.numel(), shard.half.device)
+            shards.append(replace(shard, compact=compact))
+        self.shards = tuple(shards)
+
+    def checkpoint_files(self, out_dir: str, tag: str) -> list[tuple[str, dict]]:
+        files = super().checkpoint_files(out_dir, tag)
+        if not self.is_compact:
+            return files
+        decoded = []
+        for path, content in files:
+            if "optimizer_state_dict" in content:
+                saved = with_fp32(content["optimizer_state_dict"], self.shards)
+                content = {**content, "optimizer_state_dict": saved}
+            decoded.append((path, content))
+        return decoded
 
     def weight_pieces(self, param: nn.Parameter) -> list[tuple[Tensor, int]]:
         return [(param.data.view(-1), 0)]
@@ -427,6 +463,24 @@ class Zero2Layout(Layout):
     def flat_sizes(self) -> list[int]:
         """Elements of all ranks' shards together, of each parameter group."""
         return [shard.master.numel() * self.world_size for shard in self.shards]
+
+
+def with_fp32(saved: dict, shards: tuple[Shard, ...]) -> dict:
+    """Return what DeepSpeed would write of shards, with fp32 tensors instead of placeholders."""
+    weights = []
+    states = {}
+    base = saved["base_optimizer_state"]
+    for i, shard in enumerate(shards):
+        # DeepSpeed leaves the padding at the end of the weights out
+        n = saved["single_partition_of_fp32_groups"][i].numel()
+        weights.append(Decoded(n, partial(shard.compact.copy_to, "weight")))
+        if i in base["state"]:
+            states[i] = dict(base["state"][i])
+            for field in shard.compact.moments:
+                copy_to = partial(shard.compact.copy_to, field)
+                states[i][field] = Decoded(shard.half.numel(), copy_to)
+    base = {**base, "state": states}
+    return {**saved, "single_partition_of_fp32_groups": weights, "base_optimizer_state": base}
 
 
 def zero2_layout(engine: DeepSpeedEngine) -> Zero2Layout:

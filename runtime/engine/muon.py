@@ -18,6 +18,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from runtime.engine.clip import Clip
+from runtime.engine.compact import (
+    join_weight,
+    mix,
+    noise_of,
+    round_to_bfloat16,
+    seed_of,
+    split_weight,
+)
 from runtime.engine.shard import Place, Shard
 from runtime.errors import UserError
 from runtime.kernels.gram import symmetric_product
@@ -156,6 +164,27 @@ def apply_update(weights: Tensor, half: Tensor, update: Tensor, lr: Tensor, deca
     half.copy_(weights)
 
 
+def next_compact_direction(
+    grads: Tensor, momentum: Tensor, clip: Tensor, is_applied: Tensor, seed: Tensor
+) -> Tensor:
+    """Do what next_direction() does to a momentum in bfloat16, which is rounded at random."""
+    wide = momentum.float()
+    direction = next_direction(grads, wide, clip, is_applied)
+    momentum.copy_(round_to_bfloat16(wide, noise_of(seed, 0, wide.numel())))
+    return direction
+
+
+def apply_compact_update(
+    half: Tensor, remainder: Tensor, update: Tensor, lr: Tensor, decay: Tensor
+) -> None:
+    """Do what apply_update() does to weights that are bfloat16 and remainders."""
+    weights = join_weight(half, remainder)
+    weights = weights * (1 - decay) - update.float() * lr
+    new_half, new_remainder = split_weight(weights)
+    half.copy_(new_half)
+    remainder.copy_(new_remainder)
+
+
 @dataclass
 class MatrixBatch:
     """Matrices of one shape that follow each other in the flat tensor of all ranks.
@@ -202,8 +231,10 @@ class Muon:
         # Each runs in one pass
         compiled = partial(torch.compile, dynamic=False, disable=not use_kernels)
         self.next_direction = compiled(next_direction)
+        self.next_compact_direction = compiled(next_compact_direction)
         self.normalize = compiled(normalize)
         self.apply_update = compiled(apply_update)
+        self.apply_compact_update = compiled(apply_compact_update)
 
     def is_shared(self, batch: MatrixBatch) -> bool:
         """Return whether a matrix lies on several ranks."""
@@ -227,7 +258,6 @@ class Muon:
 
     def step(self, shard: Shard, clip: Clip) -> None:
         """Step a shard, unless the norm is too large, and clear its gradients."""
-        momentum = shard.state["exp_avg"]
         factor = clip.factor()
         is_applied = clip.applies()
         # On the device; torch.tensor() would make the CPU wait for backward
@@ -238,7 +268,7 @@ class Muon:
             first = max(0, min(self.size, batch.start))
             end = max(0, min(self.size, batch.end))
             own = slice(first, end)
-            direction = self.next_direction(shard.grads[own], momentum[own], factor, is_applied)
+            direction = self.direction_of(shard, own, factor, is_applied)
             if self.is_shared(batch):
                 part = direction
                 direction = part.new_zeros(batch.end - batch.start)
@@ -251,4 +281,28 @@ class Muon:
             update = orthogonalize(matrices, self.product).flatten()
             update = update[first - batch.start : end - batch.start]
             scale = max(1, batch.rows / batch.columns) ** 0.5
-            self.apply_update(shard.master.data[own], shard.half[own], update, lr * scale, decay)
+            self.update_weights(shard, own, update, lr * scale, decay)
+
+    def direction_of(
+        self, shard: Shard, own: slice, factor: Tensor, is_applied: Tensor
+    ) -> Tensor:
+        """Return Nesterov's direction of a slice of a shard, and step its momentum."""
+        grads = shard.grads[own]
+        if shard.compact is None:
+            momentum = shard.state["exp_avg"][own]
+            return self.next_direction(grads, momentum, factor, is_applied)
+        momentum = shard.compact.moments["exp_avg"].values[own]
+        # Each slice has noise of its own
+        seed = mix(seed_of(shard.state["step"]) + own.start)
+        return self.next_compact_direction(grads, momentum, factor, is_applied, seed)
+
+    def update_weights(
+        self, shard: Shard, own: slice, update: Tensor, lr: Tensor, decay: Tensor
+    ) -> None:
+        """Step the weights of a slice of a shard."""
+        half = shard.half[own]
+        if shard.compact is None:
+            self.apply_update(shard.master.data[own], half, update, lr, decay)
+        else:
+            remainder = shard.compact.remainder[own]
+            self.apply_compact_update(half, remainder, update, lr, decay)

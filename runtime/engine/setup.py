@@ -276,6 +276,14 @@ def replace_gradients_and_step(layout: Layout, paths: FastPaths) -> OurStep | No
     None."""
     if not paths.gradients.taken:
         return None
+    if paths.compact.taken:
+        with all_exit_on(UserError):
+            if not is_adamw(layout.optimizer):
+                raise UserError(
+                    "compact_optimizer=True is for AdamW and Muon, and the optimizer is "
+                    f"{optimizer_name(layout.optimizer)}: drop the setting"
+                )
+        layout.make_compact()
     # Do the gradients of micro-steps stay on their rank? Each rank decides by its own memory, and
     # all have to do the same
     local = layout.world_size == 1

@@ -10,6 +10,7 @@ from runtime.checkpoint.errors import CheckpointError
 from runtime.checkpoint.model_source import check_tensors
 from runtime.checkpoint.tag_reader import TagReader
 from runtime.engine.any_optimizer import is_adamw
+from runtime.engine.compact import CHUNK, placeholder
 from runtime.engine.layout import Layout, shape_of
 from runtime.engine.muon import moments_of
 from runtime.engine.shard import Shard
@@ -36,6 +37,9 @@ def copy_into(layout: Layout, reader: TagReader) -> None:
 
     # The fp32 weights, and what the optimizer keeps of each
     for shard in layout.shards:
+        if shard.compact:
+            copy_compact(layout, reader, shard)
+            continue
         for piece in shard.pieces:
             name = layout.names[piece.param]
             for field in reader.fields(name):
@@ -44,8 +48,28 @@ def copy_into(layout: Layout, reader: TagReader) -> None:
                 target = flat.narrow(0, piece.offset, piece.numel)
                 target.copy_(saved[piece.start : piece.start + piece.numel])
 
+    if any(shard.compact for shard in layout.shards):  # other ranks may have rounded ties
+        layout.gather_weights()
+
     layout.restore_scale(reader.loss_scaler)
     layout.restore_counters(reader.model_state)
+
+
+def copy_compact(layout: Layout, reader: TagReader, shard: Shard) -> None:
+    """Copy a tag's fp32 weights and moments into a shard with compact state, by chunks."""
+    size = shard.half.numel()
+    for field in ("weight", *moments_of(shard.options)):
+        for begin in range(0, size, CHUNK):
+            values = torch.zeros(min(CHUNK, size - begin))  # also of the padding
+            for piece in shard.pieces:
+                # What of the piece is in this chunk
+                first = max(begin, piece.offset)
+                end = min(begin + len(values), piece.offset + piece.numel)
+                if first < end:
+                    saved = reader.get(layout.names[piece.param], field).flatten()
+                    start = piece.start + first - piece.offset
+                    values[first - begin : end - begin] = saved[start : start + end - first]
+            shard.compact.write(field, begin, values.to(shard.half.device))
 
 
 def init_state(layout: Layout, reader: TagReader) -> None:
@@ -76,7 +100,10 @@ def init_adam_state(shard: Shard, step: Tensor | float) -> None:
     else:
         shard.state["step"] = int(step)  # DeepSpeed's: a number
     for field in moments_of(shard.options):  # in AdamW's order
-        shard.state[field] = torch.zeros_like(shard.master)
+        if shard.compact:
+            shard.state[field] = placeholder(shard.half.numel(), shard.half.device)
+        else:
+            shard.state[field] = torch.zeros_like(shard.master)
 
 
 def init_other_state(

@@ -5,7 +5,7 @@ is finite. Here one kernel does all three and clears the gradients for the next 
 reads the norm while the kernel runs. The results and the state in checkpoints are the same. Each
 kind of parameter group has its stepper:
 
-  "adamw"  adamw.py, or offload.py with the state in host memory
+  "adamw"  adamw.py, compact_adamw.py, or offload.py with the state in host memory
   "muon"   muon.py
   "other"  any_optimizer.py: another optimizer's own step(), for all groups
 """
@@ -19,6 +19,8 @@ import torch
 from runtime.engine.adamw import step_by_kernel, step_by_pytorch
 from runtime.engine.any_optimizer import is_adamw, step_by_itself
 from runtime.engine.clip import Clip
+from runtime.engine.compact import placeholder
+from runtime.engine.compact_adamw import step_by_pytorch as step_compact_by_pytorch
 from runtime.engine.layout import Hooks, Layout
 from runtime.engine.muon import Muon, is_muon, moments_of
 from runtime.engine.offload import HostAdam, PyTorchsAdam, step_on_host
@@ -127,7 +129,10 @@ class OurStep:
         if not state:  # as torch.optim.AdamW begins
             state["step"] = 0
             for moment in moments_of(shard.options):
-                state[moment] = torch.zeros_like(shard.master.data)
+                if shard.compact:
+                    state[moment] = placeholder(shard.half.numel(), shard.half.device)
+                else:
+                    state[moment] = torch.zeros_like(shard.master.data)
         # DeepSpeed's CPU Adam begins with a number
         device = shard.master.device
         state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device=device)
@@ -143,6 +148,8 @@ class OurStep:
                     use_kernels=self.use_kernel,
                 )
             self.muon[shard.group].step(shard, clip)
+        elif shard.compact:
+            step_compact_by_pytorch(shard, clip)
         elif self.on_host:
             step_on_host(shard, clip, self.on_host)
         elif self.use_kernel:

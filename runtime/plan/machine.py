@@ -1,12 +1,14 @@
 """Find out what a run trains on: this machine, or the GPU that target_gpu names."""
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from runtime.chosen_model import GPTConfig
 from runtime.cluster.ranks import Ranks
+from runtime.engine.ds_config import uses_offload
 from runtime.engine.fast_paths import ModelFacts
 from runtime.errors import UserError
 from runtime.hardware import (
@@ -88,3 +90,17 @@ def check_kernels(s: Any, model: GPTConfig, execution: Execution, facts: ModelFa
             "in model.py, and multiples of 16 for block_size and n_embd, the latter up to 4,096: "
             "drop it"
         )
+
+
+def check_compact(s: Any, config: Mapping, execution: Execution) -> None:
+    """Raise UserError if the optimizer's state can't be compact in this run."""
+    usable = "use bfloat16 with --deepspeed_config=ds_config_zero2.json, or drop it"
+    if execution.dtype != "bfloat16":
+        why = f"splits bfloat16 weights, and this run is in {execution.dtype}"
+    elif uses_offload(config):
+        why = f"keeps the state on the GPU, and {s.deepspeed_config} keeps it in host memory"
+    elif config["zero_optimization"]["stage"] == 3:
+        why = f"is for ZeRO-2, and {s.deepspeed_config} has stage 3"
+    else:
+        return
+    raise UserError(f"compact_optimizer=True {why}: {usable}")

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from runtime.chosen_model import GPTConfig
 from runtime.data.loader import BatchSizes
+from runtime.engine.compact import BLOCK
 from runtime.engine.ds_config import uses_offload
 from runtime.engine.fast_paths import FastPaths, ModelFacts, decide
 from runtime.engine.muon import MAX_BATCH
@@ -65,6 +66,7 @@ class MemoryInputs:
     pretrained: bool = True  # weights that are loaded in execution's dtype; else made in float32
     facts: ModelFacts = ModelFacts()  # which fast paths the model fits
     cuda_graph: bool | str = "auto"
+    compact_optimizer: bool = False
     whole_logits: bool = False  # of a micro-batch at one time, as in a model.py of others
 
     @property
@@ -94,6 +96,7 @@ class MemoryInputs:
             gradient_checkpointing=self.gradient_checkpointing,
             fp8=self.fp8,
             cuda_graph=self.cuda_graph,
+            compact_optimizer=self.compact_optimizer,
         )
 
     def splits(self) -> list["MemoryInputs"]:
@@ -155,9 +158,15 @@ def gradients(run: MemoryInputs) -> int:
 
 
 def optimizer_states(run: MemoryInputs) -> int:
-    """Return the bytes of this rank's shard of float32 weights and moments. Muon has one moment."""
+    """Return the bytes of this rank's shard of float32 weights and moments. Muon has one moment.
+
+    Compact: a remainder of 2 bytes, and moments of 1 byte and their scales, or Muon's of 2.
+    """
     if uses_offload(run.ds_config):
         return 0
+    if run.paths.compact.taken:
+        scales = 2 * (run.params.trainable - run.params.muon) // BLOCK
+        return (run.params.trainable * 4 + scales) // run.batch.world_size
     adamw = run.params.trainable * 12
     return (adamw - run.params.muon * 4) // run.batch.world_size
 

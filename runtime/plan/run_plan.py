@@ -35,7 +35,7 @@ from runtime.model_parts import without_memory
 from runtime.output import counted
 from runtime.plan import memory
 from runtime.plan.advice import fit_batch
-from runtime.plan.machine import check_kernels, detect_hardware
+from runtime.plan.machine import check_compact, check_kernels, detect_hardware
 from runtime.plan.memory import MemoryInputs, ParamCount
 from runtime.plan.out_dir import check_out_dir
 from runtime.plan.plan import RunPlan
@@ -217,6 +217,7 @@ def memory_inputs(
         pretrained=start.kind == "pretrained",
         facts=model.facts,
         cuda_graph=s.cuda_graph,
+        compact_optimizer=s.compact_optimizer,
         whole_logits=issubclass(GPT, Adapter),
     )
 
@@ -298,6 +299,8 @@ def resolve_ds_config(
         raise UserError(
             "skip_grad_spikes=True needs bfloat16 or float32, and no offload at ZeRO-3: drop it"
         )
+    if s.compact_optimizer:
+        check_compact(s, config, execution)
     fits_muon = ours and stage == 2 and not ds_config.uses_offload(config)
     if s.optimizer == "muon" and not fits_muon:
         raise UserError(

@@ -17,7 +17,7 @@ SOURCES = {
     "zero": ("deepspeed.runtime.zero.stage_1_and_2", "deepspeed.runtime.zero.stage3"),
     "zero2": ("deepspeed.runtime.zero.stage_1_and_2", "deepspeed.runtime.base_optimizer"),
     "zero3": ("deepspeed.runtime.zero.stage3", "deepspeed.runtime.base_optimizer"),
-    "param": ("deepspeed.runtime.zero.partition_parameters",),
+    "param": ("deepspeed.runtime.zero.partition_parameters", "deepspeed.utils.mixed_precision_linkage"),
     "adam": ("deepspeed.ops.adam.cpu_adam",),
     "scaler": ("deepspeed.runtime.fp16.loss_scaler",),
     "ops": ("deepspeed.ops",),
@@ -60,7 +60,7 @@ def used():
             name = base.id if isinstance(base, ast.Name) else getattr(base, "attr", "")
             if name == "self" and owner_of_self:
                 found.add((owner_of_self, node.attr))
-            elif name == "param" and node.attr.startswith("ds_"):
+            elif name == "param" and node.attr.startswith(("ds_", "_hp_")):
                 found.add(("param", node.attr))
             elif name in layout.OWNERS and name != "param" and (name == "engine" or isinstance(base, ast.Name)):
                 found.add((name, node.attr))
