@@ -227,21 +227,25 @@ class CompactState:
         self.moments[field].write(start, values, noise)
 
 
-def compact_state(master: Tensor, half: Tensor, is_muon: bool) -> CompactState:
-    """Return the CompactState of float32 weights, with moments of zero. Changes half at ties."""
+def take_remainder(master: Tensor, half: Tensor) -> Tensor:
+    """Return the remainders of float32 weights, and round half anew, which changes it at ties."""
+    remainder = torch.empty(half.numel(), dtype=torch.int16, device=half.device)
+    for start in range(0, half.numel(), CHUNK):
+        end = start + CHUNK
+        half[start:end], remainder[start:end] = split_weight(master[start:end])
+    return remainder
+
+
+def compact_state(half: Tensor, remainder: Tensor, is_muon: bool) -> CompactState:
+    """Return the CompactState of weights, with moments of zero."""
     n = half.numel()
-    device = half.device
     if is_muon:
-        moments: dict[str, Moment8 | Moment16] = {"exp_avg": Moment16(n, device)}
-    else:
-        moments = {
-            "exp_avg": Moment8(n, EXP_AVG_MANTISSA, device),
-            "exp_avg_sq": Moment8(n, EXP_AVG_SQ_MANTISSA, device),
-        }
-    state = CompactState(half, torch.zeros(n, dtype=torch.int16, device=device), moments)
-    for start in range(0, n, CHUNK):
-        state.write("weight", start, master[start : start + CHUNK])
-    return state
+        return CompactState(half, remainder, {"exp_avg": Moment16(n, half.device)})
+    moments: dict[str, Moment8 | Moment16] = {
+        "exp_avg": Moment8(n, EXP_AVG_MANTISSA, half.device),
+        "exp_avg_sq": Moment8(n, EXP_AVG_SQ_MANTISSA, half.device),
+    }
+    return CompactState(half, remainder, moments)
 
 
 def placeholder(n: int, device: torch.device) -> Tensor:

@@ -6,11 +6,24 @@ last bit.
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from runtime.engine.clip import Clip
-from runtime.engine.compact import CHUNK, CompactState, noise_of, other_noise, seed_of
+from runtime.engine.compact import (
+    BLOCK,
+    CHUNK,
+    EXP_AVG_MANTISSA,
+    EXP_AVG_SQ_MANTISSA,
+    CompactState,
+    noise_of,
+    other_noise,
+    seed_of,
+)
 from runtime.engine.shard import Shard
+from runtime.kernels import jit, tl, triton
+
+ROWS = 8  # blocks per program
 
 
 class Rates(NamedTuple):
@@ -70,3 +83,170 @@ def step_chunk(
     compact.write("weight", start, weight)
     compact.write("exp_avg", start, m, noise)
     compact.write("exp_avg_sq", start, v, other_noise(noise))
+
+
+@jit
+def mixed(x):
+    """Return mix(x) of compact.py."""
+    x = x ^ ((x >> 16) & 0xFFFF)
+    x = x * 0x7FEB352D
+    x = x ^ ((x >> 15) & 0x1FFFF)
+    x = x * -0x7B935975
+    return x ^ ((x >> 16) & 0xFFFF)
+
+
+@jit
+def base_of_scale(scale, MANTISSA: tl.constexpr):
+    """Return what the codes of blocks are counted from, (rows, 1)."""
+    lowest = tl.maximum(scale.to(tl.int32) - 15, 0)
+    return (lowest << MANTISSA)[:, None]
+
+
+@jit
+def decoded(codes, scale, MANTISSA: tl.constexpr, SIGNED: tl.constexpr):
+    """Return decode() of compact.py. codes: (rows, BLOCK), scale: (rows,)."""
+    codes = codes.to(tl.int32)
+    base = base_of_scale(scale, MANTISSA)
+    magnitudes = codes & 0x7F if SIGNED else codes
+    bits = tl.where(magnitudes > 0, (magnitudes + base) << (23 - MANTISSA), 0)
+    values = bits.to(tl.float32, bitcast=True)
+    return tl.where(codes > 0x7F, -values, values) if SIGNED else values
+
+
+@jit
+def encoded(values, noise, MANTISSA: tl.constexpr, SIGNED: tl.constexpr):
+    """Return encode() of compact.py: codes (rows, BLOCK) and scales (rows,), int32."""
+    dropped: tl.constexpr = 23 - MANTISSA
+    bits = values.to(tl.int32, bitcast=True)
+    magnitudes = bits & 0x7FFFFFFF
+    rounded = (magnitudes + (noise & ((1 << dropped) - 1))) >> dropped
+    scale = tl.max(rounded, axis=1) >> MANTISSA
+    base = base_of_scale(scale, MANTISSA)
+    codes = rounded - base
+    if SIGNED:
+        smallest = ((base + 1) << dropped).to(tl.float32, bitcast=True)
+        limit = (noise & 0x7FFFFF).to(tl.float32) * 1.1920928955078125e-07
+        is_kept = tl.abs(values) > limit * smallest
+    else:
+        is_kept = magnitudes > 0
+    codes = tl.where(codes > 0, codes, is_kept.to(tl.int32))
+    if SIGNED:
+        codes = codes | tl.where((bits < 0) & (codes > 0), 0x80, 0)
+    return codes, scale
+
+
+@jit
+def compact_adamw_kernel(
+    half,
+    remainder,
+    m_codes,
+    m_scales,
+    v_codes,
+    v_scales,
+    grads,
+    clip,
+    size,
+    root,
+    seed,
+    grad_norm,
+    n,
+    decay,
+    rest1,
+    beta2,
+    rest2,
+    eps,
+    skip_above,
+    M: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Step n elements and clear their grads. If grad_norm is not below skip_above, only clear
+    grads.
+
+    half: the bits of the bfloat16 weights. clip, size, root: of Rates. decay: 1 - lr *
+    weight_decay. rest1, rest2: 1 - beta1, 1 - beta2. M, V: bits of the moments' mantissas.
+    """
+    # The elements of this program, and those that the step changes
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    i = row[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    mask = i < n
+    in_row = row * BLOCK < n
+    end = tl.where(tl.load(grad_norm) < skip_above, n, 0)
+    commit = i < end
+    commit_row = row * BLOCK < end
+
+    # What is kept, in float32
+    upper = tl.load(half + i, mask=mask, other=0).to(tl.int32)
+    lower = tl.load(remainder + i, mask=mask, other=0).to(tl.int32)
+    weight = ((upper << 16) + lower).to(tl.float32, bitcast=True)
+    m_scale = tl.load(m_scales + row, mask=in_row, other=0)
+    v_scale = tl.load(v_scales + row, mask=in_row, other=0)
+    m = decoded(tl.load(m_codes + i, mask=mask, other=0), m_scale, M, True)
+    v = decoded(tl.load(v_codes + i, mask=mask, other=0), v_scale, V, False)
+
+    # The operations of step_chunk()
+    g = tl.load(grads + i, mask=mask, other=0.0) * tl.load(clip)
+    m = m + (g - m) * rest1
+    v = v * beta2 + (g * g) * rest2
+    weight = weight * decay
+    divisor = tl.div_rn(tl.sqrt_rn(v), tl.load(root)) + eps
+    weight = weight - tl.div_rn(tl.load(size) * m, divisor)
+
+    # The weights, whose ties are rounded away from zero
+    bits = weight.to(tl.int32, bitcast=True)
+    upper = (bits + 0x8000) >> 16
+    lower = bits - (upper << 16)
+    is_nan = weight != weight
+    upper = tl.where(is_nan, 0x7FC0, upper)
+    lower = tl.where(is_nan, 0, lower)
+    tl.store(half + i, upper.to(tl.int16), mask=commit)
+    tl.store(remainder + i, lower.to(tl.int16), mask=commit)
+
+    # The moments, rounded at random
+    noise = mixed(i.to(tl.int32) ^ tl.load(seed))
+    codes, scale = encoded(m, noise, M, True)
+    tl.store(m_codes + i, codes.to(tl.uint8), mask=commit)
+    tl.store(m_scales + row, scale.to(tl.uint8), mask=commit_row)
+    codes, scale = encoded(v, mixed(noise + 0x3C6EF35F), V, False)
+    tl.store(v_codes + i, codes.to(tl.uint8), mask=commit)
+    tl.store(v_scales + row, scale.to(tl.uint8), mask=commit_row)
+    tl.store(grads + i, tl.zeros([ROWS, BLOCK], tl.float32), mask=mask)
+
+
+def step_by_kernel(shard: Shard, clip: Clip) -> None:
+    """Do what step_by_pytorch() does in one pass, on a GPU. The CPU doesn't wait."""
+    compact = shard.compact
+    options = shard.options
+    exp_avg = compact.moments["exp_avg"]
+    exp_avg_sq = compact.moments["exp_avg_sq"]
+    step = shard.state["step"]
+    rates = rates_of(options, step, clip)
+    n = shard.grads.numel()
+    beta1, beta2 = options["betas"]
+    compact_adamw_kernel[(triton.cdiv(n, ROWS * BLOCK),)](
+        shard.half.view(torch.int16),
+        compact.remainder,
+        exp_avg.codes,
+        exp_avg.scales,
+        exp_avg_sq.codes,
+        exp_avg_sq.scales,
+        shard.grads,
+        rates.clip,
+        rates.size,
+        rates.root,
+        seed_of(step),
+        clip.norm,
+        n,
+        1 - options["lr"] * options["weight_decay"],
+        1 - beta1,
+        beta2,
+        1 - beta2,
+        options["eps"],
+        clip.skip_above,
+        M=EXP_AVG_MANTISSA,
+        V=EXP_AVG_SQ_MANTISSA,
+        BLOCK=BLOCK,
+        ROWS=ROWS,
+        enable_fp_fusion=False,  # a fused multiplication and addition rounds once, PyTorch twice
+    )

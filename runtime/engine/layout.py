@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from runtime.checkpoint.staging import Decoded
 from runtime.cluster.ranks import silence_stdout
-from runtime.engine.compact import compact_state, placeholder
+from runtime.engine.compact import compact_state, placeholder, take_remainder
 from runtime.engine.muon import is_muon
 from runtime.engine.shard import Piece, Place, Shard, pieces_of
 
@@ -439,8 +439,11 @@ class Zero2Layout(Layout):
             # DeepSpeed's views of them; safe_get_full_fp32_param() returns None then
             for param in [place.param for place in shard.places]:
                 del param._hp_mapping
-            compact = compact_state(shard.master.data, shard.half, is_muon(shard.options))
-            shard.master.data = placeholder(shard.half.numel(), shard.half.device)
+            # The moments come when the fp32 weights are gone
+            half = shard.half
+            remainder = take_remainder(shard.master.data, half)
+            shard.master.data = placeholder(half.numel(), half.device)
+            compact = compact_state(half, remainder, is_muon(shard.options))
             shards.append(replace(shard, compact=compact))
         self.shards = tuple(shards)
 

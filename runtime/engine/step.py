@@ -20,6 +20,7 @@ from runtime.engine.adamw import step_by_kernel, step_by_pytorch
 from runtime.engine.any_optimizer import is_adamw, step_by_itself
 from runtime.engine.clip import Clip
 from runtime.engine.compact import placeholder
+from runtime.engine.compact_adamw import step_by_kernel as step_compact_by_kernel
 from runtime.engine.compact_adamw import step_by_pytorch as step_compact_by_pytorch
 from runtime.engine.layout import Hooks, Layout
 from runtime.engine.muon import Muon, is_muon, moments_of
@@ -148,6 +149,8 @@ class OurStep:
                     use_kernels=self.use_kernel,
                 )
             self.muon[shard.group].step(shard, clip)
+        elif shard.compact and self.use_kernel:
+            step_compact_by_kernel(shard, clip)
         elif shard.compact:
             step_compact_by_pytorch(shard, clip)
         elif self.on_host:

@@ -10,7 +10,7 @@ from runtime.engine.ds_config import complete_config
 from runtime.files import format_bytes
 from runtime.plan.memory import MemoryInputs, bytes_with_eval, fits, gpu_bytes
 from runtime.plan.plan import RunPlan
-from runtime.plan.step_time import H200_FLOPS, relative_step_time
+from runtime.plan.step_time import COMPACT_TIME, H200_FLOPS, relative_step_time
 
 ZERO2 = "ds_config_zero2.json"
 ZERO3_OFFLOAD = "config/ds/zero3_offload.json"
@@ -52,12 +52,15 @@ def runs_that_fit(plan: RunPlan) -> list[Fit]:
     """Return at most 5 settings that fit, the fastest first.
 
     They have as many sequences per step as the RunPlan: of each preset, with and without
-    recomputation, the largest micro-batch.
+    recomputation and compact optimizer state, the largest micro-batch.
     """
     found = []
     gpu_speed = (plan.execution.peak_flops or H200_FLOPS) / H200_FLOPS
-    for preset, recompute in itertools.product(PRESETS, (False, True)):
+    both = (False, True)
+    for preset, recompute, compact in itertools.product(PRESETS, both, both):
         if not can_use(plan, preset):
+            continue
+        if compact and not (preset == ZERO2 and plan.execution.dtype == "bfloat16"):
             continue
         # The largest micro-batch with this preset, without our choice of local accumulation
         execution = plan.execution
@@ -65,11 +68,17 @@ def runs_that_fit(plan: RunPlan) -> list[Fit]:
             preset, plan.batch, plan.settings.grad_clip, execution.dtype, execution.compile
         )
         with_preset = replace(
-            plan, ds_config=config, gradient_checkpointing=recompute, accumulate_locally=False
+            plan,
+            ds_config=config,
+            gradient_checkpointing=recompute,
+            compact_optimizer=compact,
+            accumulate_locally=False,
         )
         other = largest_that_fits(with_preset)
         if other:
             time = relative_step_time(other.batch.micro, recompute, preset, gpu_speed)
+            if compact:
+                time *= COMPACT_TIME
             found.append(Fit(time, gpu_bytes(other), arguments(other, deepspeed_config=preset)))
     return sorted(found)[:MOST_SHOWN]
 
@@ -86,7 +95,11 @@ def can_use(plan: RunPlan, preset: str) -> bool:
 
 def arguments(plan: Any, **others: object) -> str:
     """Return what to add to the command line for this RunPlan. others: settings to have as well."""
-    wanted = {"gradient_checkpointing": plan.gradient_checkpointing, **others}
+    wanted = {
+        "gradient_checkpointing": plan.gradient_checkpointing,
+        "compact_optimizer": plan.compact_optimizer,
+        **others,
+    }
     if plan.settings.accumulate_locally is True:
         wanted["accumulate_locally"] = False
     words = [

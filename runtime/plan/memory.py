@@ -134,6 +134,10 @@ def estimate(run: MemoryInputs) -> dict[str, float]:
     # Before DeepSpeed shards or offloads the weights, each GPU holds all of them, and nothing else
     itemsize_at_start = run.itemsize if run.pretrained else 4
     at_start = run.params.stored * itemsize_at_start + parts["CUDA and NCCL"]
+    if run.paths.compact.taken:  # DeepSpeed makes fp32 weights, of which remainders are taken
+        of_shard = run.params.trainable * (4 + 2) // run.batch.world_size
+        with_fp32 = parts["weights"] + parts["gradients"] + of_shard + parts["CUDA and NCCL"]
+        at_start = max(at_start, with_fp32)
     parts["start"] = max(0, at_start - sum(parts.values()))
     return parts
 
