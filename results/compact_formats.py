@@ -49,7 +49,7 @@ class Moment32:
 
 
 class Nearest(compact.Moment8):
-    """A moment in 8 bits that is rounded to the nearest."""
+    """An 8-bit moment that is rounded to the nearest."""
 
     def write(self, start: int, values: torch.Tensor, noise: torch.Tensor | None) -> None:
         super().write(start, values, None)

@@ -127,7 +127,7 @@ def without_attributes(files: Files) -> Files:
 def decoded(content: dict, folder: str) -> dict:
     """Return a file's content with the tensors that are still to be made.
 
-    They lie in memory if there is enough, else in files without a name in the folder, from which
+    They are in memory if there is enough, else in files without a name in the folder, from which
     the system reads them into memory as it can. Raises OSError if the disk is full.
     """
 

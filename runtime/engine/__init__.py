@@ -9,6 +9,7 @@
     reduce.py       ZeRO-2: from gradients to shards
     zero3_blocks.py ZeRO-3: the same, and how weights are gathered
     step.py         norm, clipping, and a stepper for each kind of parameter group:
-                    adamw.py, muon.py, offload.py, any_optimizer.py
+                    adamw.py, compact_adamw.py, muon.py, offload.py, any_optimizer.py
+    compact.py      formats of weights and moments that take 6 bytes instead of 14
     state.py        copies a checkpoint into a Layout
 """

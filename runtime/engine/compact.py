@@ -154,7 +154,7 @@ def round_to_bfloat16(values: Tensor, noise: Tensor | None) -> Tensor:
 
 
 class Moment8:
-    """A moment of n elements in 8 bits. mantissa: see encode()."""
+    """An 8-bit moment of n elements. mantissa: see encode()."""
 
     def __init__(self, n: int, mantissa: int, device: torch.device) -> None:
         self.mantissa = mantissa

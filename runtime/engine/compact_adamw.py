@@ -13,8 +13,6 @@ from runtime.engine.clip import Clip
 from runtime.engine.compact import (
     BLOCK,
     CHUNK,
-    EXP_AVG_MANTISSA,
-    EXP_AVG_SQ_MANTISSA,
     CompactState,
     noise_of,
     other_noise,
@@ -103,36 +101,61 @@ def base_of_scale(scale, MANTISSA: tl.constexpr):
 
 
 @jit
-def decoded(codes, scale, MANTISSA: tl.constexpr, SIGNED: tl.constexpr):
-    """Return decode() of compact.py. codes: (rows, BLOCK), scale: (rows,)."""
-    codes = codes.to(tl.int32)
-    base = base_of_scale(scale, MANTISSA)
-    magnitudes = codes & 0x7F if SIGNED else codes
+def load_moment(codes, scales, i, row, mask, in_row, SIGNED: tl.constexpr):
+    """Return decode() of compact.py: (rows, BLOCK). i: the elements. SIGNED: of the first
+    moment."""
+    MANTISSA: tl.constexpr = 3 if SIGNED else 4
+    code = tl.load(codes + i, mask=mask, other=0).to(tl.int32)
+    base = base_of_scale(tl.load(scales + row, mask=in_row, other=0), MANTISSA)
+    magnitudes = code & 0x7F if SIGNED else code
     bits = tl.where(magnitudes > 0, (magnitudes + base) << (23 - MANTISSA), 0)
     values = bits.to(tl.float32, bitcast=True)
-    return tl.where(codes > 0x7F, -values, values) if SIGNED else values
+    return tl.where(code > 0x7F, -values, values) if SIGNED else values
 
 
 @jit
-def encoded(values, noise, MANTISSA: tl.constexpr, SIGNED: tl.constexpr):
-    """Return encode() of compact.py: codes (rows, BLOCK) and scales (rows,), int32."""
+def store_moment(codes, scales, values, noise, i, row, mask, in_row, SIGNED: tl.constexpr):
+    """Store encode() of compact.py. values, noise: (rows, BLOCK)."""
+    MANTISSA: tl.constexpr = 3 if SIGNED else 4
     dropped: tl.constexpr = 23 - MANTISSA
     bits = values.to(tl.int32, bitcast=True)
     magnitudes = bits & 0x7FFFFFFF
     rounded = (magnitudes + (noise & ((1 << dropped) - 1))) >> dropped
     scale = tl.max(rounded, axis=1) >> MANTISSA
     base = base_of_scale(scale, MANTISSA)
-    codes = rounded - base
+    code = rounded - base
     if SIGNED:
         smallest = ((base + 1) << dropped).to(tl.float32, bitcast=True)
         limit = (noise & 0x7FFFFF).to(tl.float32) * 1.1920928955078125e-07
         is_kept = tl.abs(values) > limit * smallest
     else:
         is_kept = magnitudes > 0
-    codes = tl.where(codes > 0, codes, is_kept.to(tl.int32))
+    code = tl.where(code > 0, code, is_kept.to(tl.int32))
     if SIGNED:
-        codes = codes | tl.where((bits < 0) & (codes > 0), 0x80, 0)
-    return codes, scale
+        code = code | tl.where((bits < 0) & (code > 0), 0x80, 0)
+    tl.store(codes + i, code.to(tl.uint8), mask=mask)
+    tl.store(scales + row, scale.to(tl.uint8), mask=in_row)
+
+
+@jit
+def load_weight(half, remainder, i, mask):
+    """Return join_weight() of compact.py. half: the bits of bfloat16."""
+    upper = tl.load(half + i, mask=mask, other=0).to(tl.int32)
+    lower = tl.load(remainder + i, mask=mask, other=0).to(tl.int32)
+    return ((upper << 16) + lower).to(tl.float32, bitcast=True)
+
+
+@jit
+def store_weight(half, remainder, weight, i, mask):
+    """Store split_weight() of compact.py."""
+    bits = weight.to(tl.int32, bitcast=True)
+    upper = (bits + 0x8000) >> 16
+    lower = bits - (upper << 16)
+    is_nan = weight != weight
+    upper = tl.where(is_nan, 0x7FC0, upper)
+    lower = tl.where(is_nan, 0, lower)
+    tl.store(half + i, upper.to(tl.int16), mask=mask)
+    tl.store(remainder + i, lower.to(tl.int16), mask=mask)
 
 
 @jit
@@ -156,8 +179,6 @@ def compact_adamw_kernel(
     rest2,
     eps,
     skip_above,
-    M: tl.constexpr,
-    V: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
@@ -165,7 +186,7 @@ def compact_adamw_kernel(
     grads.
 
     half: the bits of the bfloat16 weights. clip, size, root: of Rates. decay: 1 - lr *
-    weight_decay. rest1, rest2: 1 - beta1, 1 - beta2. M, V: bits of the moments' mantissas.
+    weight_decay. rest1, rest2: 1 - beta1, 1 - beta2.
     """
     # The elements of this program, and those that the step changes
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -176,41 +197,21 @@ def compact_adamw_kernel(
     commit = i < end
     commit_row = row * BLOCK < end
 
-    # What is kept, in float32
-    upper = tl.load(half + i, mask=mask, other=0).to(tl.int32)
-    lower = tl.load(remainder + i, mask=mask, other=0).to(tl.int32)
-    weight = ((upper << 16) + lower).to(tl.float32, bitcast=True)
-    m_scale = tl.load(m_scales + row, mask=in_row, other=0)
-    v_scale = tl.load(v_scales + row, mask=in_row, other=0)
-    m = decoded(tl.load(m_codes + i, mask=mask, other=0), m_scale, M, True)
-    v = decoded(tl.load(v_codes + i, mask=mask, other=0), v_scale, V, False)
-
     # The operations of step_chunk()
+    weight = load_weight(half, remainder, i, mask)
+    m = load_moment(m_codes, m_scales, i, row, mask, in_row, True)
+    v = load_moment(v_codes, v_scales, i, row, mask, in_row, False)
     g = tl.load(grads + i, mask=mask, other=0.0) * tl.load(clip)
     m = m + (g - m) * rest1
     v = v * beta2 + (g * g) * rest2
-    weight = weight * decay
     divisor = tl.div_rn(tl.sqrt_rn(v), tl.load(root)) + eps
-    weight = weight - tl.div_rn(tl.load(size) * m, divisor)
+    weight = weight * decay - tl.div_rn(tl.load(size) * m, divisor)
 
-    # The weights, whose ties are rounded away from zero
-    bits = weight.to(tl.int32, bitcast=True)
-    upper = (bits + 0x8000) >> 16
-    lower = bits - (upper << 16)
-    is_nan = weight != weight
-    upper = tl.where(is_nan, 0x7FC0, upper)
-    lower = tl.where(is_nan, 0, lower)
-    tl.store(half + i, upper.to(tl.int16), mask=commit)
-    tl.store(remainder + i, lower.to(tl.int16), mask=commit)
-
-    # The moments, rounded at random
     noise = mixed(i.to(tl.int32) ^ tl.load(seed))
-    codes, scale = encoded(m, noise, M, True)
-    tl.store(m_codes + i, codes.to(tl.uint8), mask=commit)
-    tl.store(m_scales + row, scale.to(tl.uint8), mask=commit_row)
-    codes, scale = encoded(v, mixed(noise + 0x3C6EF35F), V, False)
-    tl.store(v_codes + i, codes.to(tl.uint8), mask=commit)
-    tl.store(v_scales + row, scale.to(tl.uint8), mask=commit_row)
+    store_weight(half, remainder, weight, i, commit)
+    store_moment(m_codes, m_scales, m, noise, i, row, commit, commit_row, True)
+    noise = mixed(noise + 0x3C6EF35F)
+    store_moment(v_codes, v_scales, v, noise, i, row, commit, commit_row, False)
     tl.store(grads + i, tl.zeros([ROWS, BLOCK], tl.float32), mask=mask)
 
 
@@ -244,8 +245,6 @@ def step_by_kernel(shard: Shard, clip: Clip) -> None:
         1 - beta2,
         options["eps"],
         clip.skip_above,
-        M=EXP_AVG_MANTISSA,
-        V=EXP_AVG_SQ_MANTISSA,
         BLOCK=BLOCK,
         ROWS=ROWS,
         enable_fp_fusion=False,  # a fused multiplication and addition rounds once, PyTorch twice

@@ -61,7 +61,7 @@ class FastPaths:
     kernels: Choice = NOT_TAKEN  # our Triton kernels run the blocks
     chain: Choice = NOT_TAKEN  # the next fused block adds what one returns, in its own layer norm
     copies: Choice = NOT_TAKEN  # attention's weights are kept in float16, too
-    compact: Choice = NOT_TAKEN  # fp32 weights as remainders, moments in 8 bits or bfloat16
+    compact: Choice = NOT_TAKEN  # fp32 weights as remainders, 8-bit or bfloat16 moments
     step: Choice = NOT_TAKEN  # clipping, AdamW and the copy of the weights are one kernel
     graph: Choice = NOT_TAKEN  # micro-steps are replayed as a CUDA graph
 

@@ -434,12 +434,11 @@ class Zero2Layout(Layout):
 
     def make_compact(self) -> None:
         """Give the shards compact state, and free the fp32 weights. Call this before connect()."""
-        shards = []
+        shards = []  # the moments come when the fp32 weights are gone
         for shard in self.shards:
-            # DeepSpeed's views of them; safe_get_full_fp32_param() returns None then
+            # DeepSpeed has views of them; safe_get_full_fp32_param() returns None then
             for param in [place.param for place in shard.places]:
                 del param._hp_mapping
-            # The moments come when the fp32 weights are gone
             half = shard.half
             remainder = take_remainder(shard.master.data, half)
             shard.master.data = placeholder(half.numel(), half.device)
@@ -449,15 +448,11 @@ class Zero2Layout(Layout):
 
     def checkpoint_files(self, out_dir: str, tag: str) -> list[tuple[str, dict]]:
         files = super().checkpoint_files(out_dir, tag)
-        if not self.is_compact:
-            return files
-        decoded = []
-        for path, content in files:
-            if "optimizer_state_dict" in content:
+        for _, content in files:
+            if self.is_compact and "optimizer_state_dict" in content:
                 saved = with_fp32(content["optimizer_state_dict"], self.shards)
-                content = {**content, "optimizer_state_dict": saved}
-            decoded.append((path, content))
-        return decoded
+                content["optimizer_state_dict"] = saved
+        return files
 
     def weight_pieces(self, param: nn.Parameter) -> list[tuple[Tensor, int]]:
         return [(param.data.view(-1), 0)]

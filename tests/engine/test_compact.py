@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from runtime.engine import compact, compact_adamw
+from runtime.engine import compact, compact_adamw, muon
 from runtime.engine.clip import Clip
 from runtime.engine.compact import BLOCK, EXP_AVG_MANTISSA, EXP_AVG_SQ_MANTISSA
-from runtime.engine.shard import Shard
+from runtime.engine.shard import Place, Shard
 
 OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 SPECIAL = (0.0, -0.0, 1.0, -1.0, 3.3895e38, math.inf, -math.inf, 1e-40, -1e-40, 1.17549435e-38)
@@ -221,6 +221,45 @@ def test_what_is_in_the_place_of_a_master_has_no_memory():
     values = compact.placeholder(10**6, torch.device("cpu"))
     assert values.shape == (10**6,) and values.untyped_storage().nbytes() == 4
     assert values[:100].isnan().all()
+
+
+def test_muons_step_is_that_of_fp32_state(process_group):
+    """Of two matrices. From a momentum in bfloat16, the weights are equal to the last bit, and the next momentum is one
+    of its two neighbors. A skipped step changes nothing."""
+    generator = torch.Generator().manual_seed(7)
+    weights = 0.1 * torch.randn(48, generator=generator)
+    momentum = torch.randn(48, generator=generator).bfloat16()
+    group = {"params": [], "kind": "muon", "lr": 0.02, "weight_decay": 0.1}
+    shards = []
+    for is_compact in (False, True):
+        half = weights.bfloat16()
+        master = torch.nn.Parameter(weights.clone())
+        state = None
+        if is_compact:
+            state = compact.compact_state(half, compact.take_remainder(weights, half), is_muon=True)
+            state.write("exp_avg", 0, momentum.float())
+        optimizer = torch.optim.AdamW([{**group, "params": [master]}])
+        optimizer.state[master] = {"step": torch.tensor(2.0), "exp_avg": momentum.float()}
+        shards.append(Shard(master, half, torch.zeros(48), optimizer, 0, compact=state))
+    stepper = muon.Muon((Place(torch.nn.Parameter(torch.zeros(8, 6)), 0),), [2], size=48, group=None)
+    grads = torch.randn(48, generator=generator)
+    for shard in shards:
+        shard.grads.copy_(grads)
+        stepper.step(shard, Clip(torch.tensor(3.0), 1.0, 1.0, 50.0))
+    plain, ours = shards
+    assert torch.equal(as_bits(ours.compact.read("weight", 0, 48)), as_bits(plain.master.data))
+    wanted = plain.state["exp_avg"]
+    got = ours.compact.moments["exp_avg"].values
+    assert ((got.float() - wanted).abs() < 2.0**-7 * wanted.abs()).all()
+    assert not torch.equal(got, wanted.bfloat16()) and not ours.grads.any()
+
+    # A step that is skipped
+    before = [values.clone() for values in (ours.half, ours.compact.remainder, got)]
+    ours.grads[3] = math.nan
+    stepper.step(ours, Clip(torch.tensor(math.nan), 1.0, 1.0, 50.0))
+    after = (ours.half, ours.compact.remainder, ours.compact.moments["exp_avg"].values)
+    assert all(torch.equal(*pair) for pair in zip(before, after))
+    assert not ours.grads.any()
 
 
 @pytest.mark.parametrize("norm", [0.5, 4.0, 50.0, math.nan])

@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -49,9 +50,12 @@ def test_gpt2_xl_on_one_24_gb_card_and_what_fits_instead(tmp_path):
     assert "note       on this machine, " in told and "note       without its dataset, the plan has" in told
     suggested = SUGGESTION.findall(told)
     times = [float(time[:-1]) for time, _ in suggested[:-1]]
-    assert len(suggested) == 5 and times == sorted(times) and times[0] > 1
+    assert len(suggested) == 6 and times == sorted(times) and times[0] > 1
+    for time, words in suggested[:-1]:  # compact state goes before offload
+        assert ("offload" in words) is (float(time[:-1]) > 1.6) is ("--compact_optimizer=True" not in words), words
     assert suggested[-1][0] == "LoRA" and "--lora_rank=64" in suggested[-1][1]
-    for before in ((), ("--gradient_checkpointing=True", "--deepspeed_config=ds_config_zero3.json")):
+    for before in (("--compact_optimizer=True",),
+                   ("--gradient_checkpointing=True", "--deepspeed_config=ds_config_zero3.json")):
         for _, words in SUGGESTION.findall(report(XL[0], *before, "--batch_size=32", "--gradient_accumulation_steps=1",
                                                   "--target_gpu=24")):
             split = {k: int(v) for k, v in re.findall(r"--(batch_size|gradient_accumulation_steps)=(\d+)", words)}
@@ -156,6 +160,21 @@ def test_the_plan_of_a_billion_parameters_on_4_gpus_by_hand(stage, overlap, part
     planned = estimate(MemoryInputs(GPTConfig(), Execution("cuda", "bfloat16", False, 0), BatchSizes(1, 1, 4, 1024),
                                     ParamCount(10**9, 10**9, 10**9), config))
     assert [planned[part] / 1e9 for part in ("weights", "gradients", "optimizer", "buckets")] == pytest.approx(parts)
+
+
+def test_compact_state_by_hand():
+    """A billion parameters on 2 GPUs, 60% of them Muon's: remainders, moments and the scales of blocks. At the start,
+    there are the float32 weights, too."""
+    config = {"zero_optimization": {"stage": 2, "reduce_bucket_size": 1, "overlap_comm": False}}
+    run = MemoryInputs(GPTConfig(n_layer=1, n_head=1, n_embd=1, block_size=1), Execution("cuda", "bfloat16", True, 0),
+                       BatchSizes(1, 1, 2, 1), ParamCount(10**9, 10**9, 10**9, muon=6 * 10**8), config,
+                       compact_optimizer=True)
+    planned = estimate(run)
+    assert planned["optimizer"] == (4 * 10**9 + 2 * 4 * 10**8 // 128) // 2
+    at_start = 2e9 + 4e9 / 2 + 6e9 / 2 + 1.6e9
+    assert sum(planned.values()) == pytest.approx(max(at_start, sum(planned.values()) - planned["start"]), rel=1e-6)
+    on_cpu = replace(run, execution=Execution("cpu", "float32", False, 0))
+    assert estimate(on_cpu)["optimizer"] == (12 * 10**9 - 4 * 6 * 10**8) // 2
 
 
 def test_on_a_cpu_offload_is_no_advice(characters, monkeypatch):
