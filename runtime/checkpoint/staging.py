@@ -26,11 +26,12 @@ Files = list[tuple[str, dict]]  # (path, content)
 class Decoded:
     """A flat fp32 tensor that is kept in another format, and made when a save needs it.
 
-    n: its elements. fill(target): writes them to a tensor on the CPU; from a GPU, the copies may
-    not be done yet.
+    n: its elements. device: on which they are kept. fill(target): writes them to a tensor on the
+    CPU; from a GPU, the copies may not be done yet.
     """
 
     n: int
+    device: torch.device
     fill: Callable[[Tensor], None]
 
     @property
@@ -140,9 +141,13 @@ def decoded(content: dict, folder: str) -> dict:
             with tempfile.TemporaryFile(dir=folder) as file:
                 os.posix_fallocate(file.fileno(), 0, leaf.nbytes)  # a hole could find a full disk
                 tensor = torch.from_numpy(np.memmap(file, np.float32, "r+", shape=leaf.n))
+        # This thread has a stream of its own: wait for the last step, and then for the copies
+        is_on_gpu = leaf.device.type == "cuda"
+        if is_on_gpu:
+            torch.cuda.synchronize(leaf.device)
         leaf.fill(tensor)
-        if torch.cuda.is_initialized():
-            torch.cuda.synchronize()  # until the copies are done
+        if is_on_gpu:
+            torch.cuda.synchronize(leaf.device)
         return tensor
 
     return tree_map(made, content, is_leaf=is_size)

@@ -471,12 +471,13 @@ def with_fp32(saved: dict, shards: tuple[Shard, ...]) -> dict:
     for i, shard in enumerate(shards):
         # DeepSpeed leaves the padding at the end of the weights out
         n = saved["single_partition_of_fp32_groups"][i].numel()
-        weights.append(Decoded(n, partial(shard.compact.copy_to, "weight")))
+        device = shard.half.device
+        weights.append(Decoded(n, device, partial(shard.compact.copy_to, "weight")))
         if i in base["state"]:
             states[i] = dict(base["state"][i])
             for field in shard.compact.moments:
                 copy_to = partial(shard.compact.copy_to, field)
-                states[i][field] = Decoded(shard.half.numel(), copy_to)
+                states[i][field] = Decoded(shard.half.numel(), device, copy_to)
     base = {**base, "state": states}
     return {**saved, "single_partition_of_fp32_groups": weights, "base_optimizer_state": base}
 
