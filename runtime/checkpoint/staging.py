@@ -139,7 +139,9 @@ def decoded(content: dict, folder: str) -> dict:
             tensor = torch.empty(leaf.n)
         else:
             with tempfile.TemporaryFile(dir=folder) as file:
-                os.posix_fallocate(file.fileno(), 0, leaf.nbytes)  # a hole could find a full disk
+                file.truncate(leaf.nbytes)
+                if hasattr(os, "posix_fallocate"):  # a hole could find a full disk later
+                    os.posix_fallocate(file.fileno(), 0, leaf.nbytes)
                 tensor = torch.from_numpy(np.memmap(file, np.float32, "r+", shape=leaf.n))
         # This thread has a stream of its own: wait for the last step, and then for the copies
         is_on_gpu = leaf.device.type == "cuda"
