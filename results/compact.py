@@ -26,7 +26,13 @@ sys.path.insert(0, str(ROOT))
 from runtime.git import git_commit
 from runtime.monitor.history import read_history
 
-XL = ("config/xl_shakespeare.py", "--init_from=scratch", "--n_layer=48", "--n_head=25", "--n_embd=1600")
+XL = (
+    "config/xl_shakespeare.py",
+    "--init_from=scratch",
+    "--n_layer=48",
+    "--n_head=25",
+    "--n_embd=1600",
+)
 WAYS = {"fp32": "--compact_optimizer=False", "compact": "--compact_optimizer=True"}
 LIMITED = """import runpy, sys, torch
 size = torch.cuda.get_device_properties(0).total_memory
@@ -57,8 +63,17 @@ def losses(args: argparse.Namespace, record: dict, deadline: float) -> None:
                 if time.monotonic() > deadline:
                     return
                 with tempfile.TemporaryDirectory() as folder:
-                    settings = [args.config, f"--dataset={args.dataset}", f"--max_iters={args.iters}"]
-                    settings += [f"--seed={seed}", f"--optimizer={optimizer}", option, "--keep_last=0"]
+                    settings = [
+                        args.config,
+                        f"--dataset={args.dataset}",
+                        f"--max_iters={args.iters}",
+                    ]
+                    settings += [
+                        f"--seed={seed}",
+                        f"--optimizer={optimizer}",
+                        option,
+                        "--keep_last=0",
+                    ]
                     settings += ["--dtype=bfloat16", f"--eval_interval={args.iters // 4}"]
                     settings += [f"--out_dir={folder}", *args.more]
                     run([sys.executable, str(ROOT / "train_deepspeed.py"), *settings], deadline)

@@ -77,7 +77,8 @@ NAMES = {
     "step": "one-kernel AdamW",
     "graph": "CUDA graph",
 }
-QUIET = ("one rank", "not ZeRO-3", "no fused blocks", "compact_optimizer=False")  # reasons that need no word
+# Reasons that need no word
+QUIET = ("one rank", "not ZeRO-3", "no fused blocks", "compact_optimizer=False")
 
 
 def inspect_model(model: nn.Module) -> ModelFacts:

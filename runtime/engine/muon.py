@@ -283,9 +283,7 @@ class Muon:
             scale = max(1, batch.rows / batch.columns) ** 0.5
             self.update_weights(shard, own, update, lr * scale, decay)
 
-    def direction_of(
-        self, shard: Shard, own: slice, factor: Tensor, is_applied: Tensor
-    ) -> Tensor:
+    def direction_of(self, shard: Shard, own: slice, factor: Tensor, is_applied: Tensor) -> Tensor:
         """Return Nesterov's direction of a slice of a shard, and step its momentum."""
         grads = shard.grads[own]
         if shard.compact is None:
@@ -293,7 +291,7 @@ class Muon:
             return self.next_direction(grads, momentum, factor, is_applied)
         momentum = shard.compact.moments["exp_avg"].values[own]
         # Each slice has noise of its own
-        seed = mix(seed_of(shard.state["step"]) + own.start)
+        seed = mix(seed_of(shard.state["step"]) ^ (own.start & 0x7FFFFFFF))
         return self.next_compact_direction(grads, momentum, factor, is_applied, seed)
 
     def update_weights(
