@@ -155,6 +155,22 @@ class SignalError(BaseException):
     """SIGTERM or SIGHUP in exit_on_error(). No handler of other errors catches it."""
 
 
+def raise_signal_error(number: int, _: object) -> NoReturn:
+    """Handle a signal in exit_on_error()."""
+    raise SignalError(number)
+
+
+def end_at_signals() -> None:
+    """Let SIGTERM and SIGHUP end the process at once, where exit_on_error() handles them.
+
+    Call this before Python exits: a SignalError in one of its last functions would be printed with
+    a traceback.
+    """
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is raise_signal_error:
+            signal.signal(number, signal.SIG_DFL)
+
+
 @contextlib.contextmanager
 def exit_on_error(interrupted: str) -> Iterator[None]:
     """Return a context in which errors end the script with one line.
@@ -164,15 +180,12 @@ def exit_on_error(interrupted: str) -> Iterator[None]:
     """
     protect_output()
 
-    def stop(number: int, _: object) -> NoReturn:
-        raise SignalError(number)
-
     # Python's own way to end at these signals leaves temporary files behind
     watched = []
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is signal.SIG_DFL:  # nohup ignores SIGHUP
             watched.append(number)
-            signal.signal(number, stop)
+            signal.signal(number, raise_signal_error)
     try:
         yield
     except KeyboardInterrupt:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from runtime.cluster.launchers import STARTED_BY, launchers_apart
 from runtime.errors import UserError
-from runtime.output import error_text, printable
+from runtime.output import end_at_signals, error_text, printable
 
 DESTROY_TIMEOUT_S = 60
 
@@ -350,6 +350,7 @@ def exit_process(code: int) -> NoReturn:
     tensor aborts the process: 1% of exits on a busy machine
     (https://github.com/pytorch/pytorch/pull/179291).
     """
+    end_at_signals()  # the launcher sends one to the other ranks when the first has ended
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -141,3 +141,19 @@ def test_uncaught_errors_are_explained_in_one_order(error, code, line):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr.splitlines()[0]) == (code, "", line)
     assert "Traceback" in line or done.stderr.count("\n") == 1
+
+
+EXIT_AND_SIGNAL = """
+import atexit, os, signal
+from runtime.cluster.ranks import exit_process
+from runtime.output import exit_on_error
+atexit.register(lambda: os.kill(os.getpid(), signal.SIGTERM))
+with exit_on_error("interrupted"):
+    exit_process(2)
+"""
+
+
+def test_a_signal_while_a_rank_exits_prints_no_traceback():
+    """A launcher sends SIGTERM to the ranks that have not exited yet."""
+    done = subprocess.run([sys.executable, "-c", EXIT_AND_SIGNAL], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (-signal.SIGTERM, "")
