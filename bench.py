@@ -31,6 +31,7 @@ from runtime.git import git_commit
 from runtime.monitor.history import read_history
 from runtime.output import exit_with_error
 from runtime.paths import expand_path
+from runtime.version import version_line
 
 SCRIPT = ROOT / "train_deepspeed.py"
 LAUNCHER = ROOT / "launch_deepspeed.py"
@@ -55,6 +56,7 @@ def argument_parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
+    add("--version", action="version", version=version_line())
     add("--gpus", type=int, default=1, help="number of processes, also on a CPU")
     add("--warmup", type=int, default=4, help="number of steps before those measured")
     add("--repeats", type=int, default=10, help="number of steps to measure")

@@ -31,6 +31,7 @@ from runtime.errors import UserError
 from runtime.other_guides import instead_of
 from runtime.output import exit_with_error
 from runtime.paths import PATH_SETTINGS, expand_path, expand_setting
+from runtime.version import version_line
 
 Allowed = tuple[set[type], tuple]  # the types that a setting may have, and the choices
 FLAG: Allowed = ({bool}, ())
@@ -379,8 +380,8 @@ def settings_of_script(
     """Return the settings that a script, given by its path, makes of `argv`: see configure().
 
     argv: None for the command line. Only the script's settings run: its assignments to names in
-    lower case, up to where it calls the configurator. Exits after --help. For mistakes, calls
-    on_error(UserError), which prints one line each and exits with code 2.
+    lower case, up to where it calls the configurator. Exits after --help and --version. For
+    mistakes, calls on_error(UserError), which prints one line each and exits with code 2.
     """
     if argv is None:
         argv = sys.argv[1:]
@@ -392,6 +393,9 @@ def settings_of_script(
         # Exit without a message when nobody reads it, as after `| head`
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
         print(help_text(source, defaults, annotations))
+        raise SystemExit(0)
+    if "--version" in argv:
+        print(version_line())
         raise SystemExit(0)
     root = os.path.dirname(os.path.abspath(script))
     try:

@@ -37,6 +37,7 @@ import torch
 from runtime import hardware
 from runtime.gpu_problems import undetected_gpu, unsupported_gpu
 from runtime.output import counted, exit_on_error
+from runtime.version import version_line
 
 GPUS = 0
 if torch.cuda.is_available():
@@ -65,6 +66,7 @@ def main() -> int:
     parser.add_argument(
         "--model", action="store_true", help="check the model instead of the machine"
     )
+    parser.add_argument("--version", action="version", version=version_line())
     if parser.parse_args().model:
         return check_model()
     if not GPUS:

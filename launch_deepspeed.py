@@ -26,6 +26,7 @@ from runtime.cluster import launchers
 from runtime.cluster.rendezvous import start_without_network, wait_for_host
 from runtime.files import OWN_DATASETS, ROOT
 from runtime.output import exit_with_error, protect_output
+from runtime.version import version_line
 
 TRAIN = str(ROOT / "train_deepspeed.py")
 USAGE = "python launch_deepspeed.py [torchrun's options] SCRIPT [its options]"
@@ -174,6 +175,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
 
     parser: Any = run.get_args_parser()
     parser.usage = USAGE
+    parser.add_argument("--version", action="version", version=version_line())
     parser.error = exit_with_usage  # instead of printing the usage of torchrun, which has 30 lines
     return parser.parse_args(argv)
 

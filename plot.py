@@ -18,6 +18,7 @@ from runtime.files import ROOT, write_atomic
 from runtime.monitor.history import read_history, series
 from runtime.output import exit_on_error, exit_with_error
 from runtime.paths import expand_path
+from runtime.version import version_line
 
 
 class Panel(NamedTuple):
@@ -66,6 +67,7 @@ def main() -> None:
         type=expand_path,
         help="output file; default: curves.png in the first folder",
     )
+    parser.add_argument("--version", action="version", version=version_line())
     args = parser.parse_args()
 
     # The runs, all of which need a record

@@ -30,6 +30,7 @@ from runtime.output import counted, exit_on_error, printable
 from runtime.paths import expand_path
 from runtime.prepare import inputs, pipeline, shards
 from runtime.prepare.splits import SplitFiles, choose_splits, shown, skipped_documents
+from runtime.version import version_line
 
 RANGES = (("max_document_bytes", 64, 2**24), ("workers", 1, 1024), ("val_fraction", 0, 1))
 SMALL_BYTES = 10**7  # of an input; from here on, 1% of the documents is enough for validation
@@ -46,6 +47,7 @@ def argument_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
+    add("--version", action="version", version=version_line())
     # From where to where
     add("paths", metavar="PATH", nargs="+", type=expand_path,
         help="file, folder, or - for standard input")

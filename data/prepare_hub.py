@@ -28,6 +28,7 @@ from runtime.paths import expand_path
 from runtime.prepare.inputs import find_files
 from runtime.prepare.pipeline import Row, tokenize
 from runtime.untrusted import read_regular
+from runtime.version import version_line
 
 MAX_CARD_BYTES = 10_000_000
 BATCH = 200  # documents of a row
@@ -127,6 +128,7 @@ def argument_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
+    add("--version", action="version", version=version_line())
     add("--dataset", default="Skylion007/openwebtext", type=expand_path,
         help="name on the Hub, or a folder (default: %(default)s)")
     add("--config", help="configuration of the dataset, such as sample-10BT")

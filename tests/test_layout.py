@@ -11,7 +11,7 @@ LEVELS = (  # a room is a folder, or a file of its own; imports go to lower leve
     ("runtime/errors.py", "runtime/install.py"),
     ("runtime/untrusted.py", "runtime/torch_files.py"),
     ("runtime/cores.py", "runtime/files.py", "runtime/gpu_problems.py", "runtime/other_guides.py", "runtime/output.py",
-     "runtime/paths.py", "runtime/pretrained.py", "runtime/source_hash.py", "config"),
+     "runtime/paths.py", "runtime/pretrained.py", "runtime/source_hash.py", "runtime/version.py", "config"),
     ("runtime/__init__.py", "runtime/hardware.py", "runtime/weights.py", "runtime/lora.py", "runtime/loss.py",
      "runtime/decoder.py", "runtime/model_parts.py", "configurator.py"),
     ("runtime/data", "runtime/cluster", "runtime/bring.py", "runtime/git.py", "model.py"),
@@ -21,7 +21,7 @@ LEVELS = (  # a room is a folder, or a file of its own; imports go to lower leve
     ("runtime/plan", "runtime/check", "sample.py", "plot.py"),
     ("train_deepspeed.py", "bench.py", "doctor.py", "evaluate.py"))
 LEVEL_OF = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
-MOST_LINES_OF_A_FILE = 400  # a file has one subject
+MOST_LINES_OF_A_FILE = 450  # a file has one subject
 MOST_LINES = {"train_deepspeed.py": 620, "model.py": 560, "runtime/engine/layout.py": 760}
 
 

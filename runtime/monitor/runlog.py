@@ -30,6 +30,7 @@ from runtime.monitor.history import append_history, read_history, series, trim_h
 from runtime.monitor.lines import format_losses, format_step, loss_record
 from runtime.monitor.loggers import Loggers
 from runtime.output import printable
+from runtime.version import project_version
 
 MAX_EXPONENT = 700  # of a perplexity, which would overflow
 
@@ -108,6 +109,7 @@ class RunLog:
             record = {
                 "started": now.isoformat(timespec="seconds"),
                 "command": shlex.join(sys.argv),
+                "version": project_version(),
                 "commit": git_commit(),
                 "settings": self.settings_record,
                 "world_size": int(os.environ["WORLD_SIZE"]),
