@@ -215,6 +215,8 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")  # deepspeed only reads files
 ranks = ranks_from_environment()
 join_process_group(device)
 with all_exit_on(UserError, OSError):
+    if batch_tokens < 1:
+        raise UserError(f"batch_tokens={batch_tokens} must be at least 1")
     device = pick_device(device, ranks.local_world_size)
     if device == "cuda":
         torch.cuda.set_device(ranks.local_rank)

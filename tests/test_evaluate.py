@@ -223,7 +223,9 @@ def test_weights_that_are_not_finite_are_refused_index(tmp_path):
 def test_refusals(train, tmp_path):
     run, good = done(train("--max_iters=1")), {"ctx": "a", "endings": ["b", "c", "d", "e"], "label": 1, "text": "a b"}
     (tmp_path / "one").write_text("a")
-    cases = [(f"--text={tmp_path}/one", "nothing to score: give"), ("--json", "nothing to score: give")]
+    cases = [(f"--text={tmp_path}/one", "nothing to score: give"), ("--json", "nothing to score: give"),
+             ("--batch_tokens=0", "batch_tokens=0 must be at least 1"),
+             ("--batch_tokens=-5", "batch_tokens=-5 must be at least 1")]
     for task, line, words in (
             ("hellaswag", "", "indices must be"), ("hellaswag", {}, "'ctx'"),
             ("hellaswag", good | {"label": 4}, "there are not 4 endings, or the label 4 is none"),
