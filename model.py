@@ -402,12 +402,22 @@ class GPT(nn.Module):
 
     def crop_block_size(self, block_size: int) -> None:
         """Shorten the context to `block_size` tokens and drop the position embeddings beyond it."""
+        if block_size > self.config.block_size:
+            raise ValueError(
+                f"block_size={block_size} is above the {self.config.block_size} positions that "
+                "the model has"
+            )
         self.config.block_size = block_size
         positions = self.transformer.wpe.weight
         replace_parameter(self, positions, positions[:block_size].detach().clone())
 
     def crop_vocab_size(self, vocab_size: int) -> None:
         """Drop the tokens from `vocab_size` on. They are padding that no tokenizer produces."""
+        if vocab_size > self.config.vocab_size:
+            raise ValueError(
+                f"vocab_size={vocab_size} is above the {self.config.vocab_size} tokens that the "
+                "model has"
+            )
         rows = self.config.padded_vocab_size
         self.config.vocab_size = vocab_size
         self.lm_head.vocab_size = vocab_size
@@ -515,7 +525,7 @@ class GPT(nn.Module):
     def from_pretrained(
         cls,
         name_or_path: str,
-        dropout: float = 0.0,
+        dropout: float | None = None,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
         config: GPTConfig | None = None,
@@ -523,14 +533,17 @@ class GPT(nn.Module):
         """Load a name in PRETRAINED (runtime/pretrained.py), a folder in transformers' format, or a
         nanoGPT ckpt.pt.
 
-        config: what the weights don't say, such as fields of your own. Copies weights to `device`
-        one tensor at a time. Raises UserError.
+        config: what the weights don't say, such as fields of your own. dropout: None for the
+        config's, which is 0 if there is no config. Copies weights to `device` one tensor at a time.
+        Raises UserError.
         """
         source = name_or_path
         if not os.path.exists(source):
             source = fetch_from_hub(name_or_path)
         with weights_errors(source):
-            config = replace(config or GPTConfig(), **read_config(source), dropout=dropout)
+            config = replace(config or GPTConfig(), **read_config(source))
+        if dropout is not None:
+            config = replace(config, dropout=dropout)
         tensors = open_weights(source)
         check_sizes(source, config)
         model = without_memory(lambda: cls(config), device)

@@ -178,10 +178,15 @@ class Adapter(nn.Module):
     def crop_block_size(self, block_size: int) -> None:
         """Shorten the context, by the model's own crop_block_size.
 
-        Raises UserError if it has none.
+        Raises UserError if it has none, or if the context is shorter.
         """
         if block_size == self.config.block_size:
             return
+        if block_size > self.config.block_size:
+            raise UserError(
+                f"block_size={block_size} is above the {self.config.block_size} positions that "
+                f"the model has: use --block_size={self.config.block_size}"
+            )
         own = getattr(super(), "crop_block_size", None)
         if own is None:
             raise UserError(f"block_size={block_size} needs GPT.crop_block_size: {HOW}")

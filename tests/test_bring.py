@@ -371,6 +371,8 @@ def test_its_context_is_cropped_by_its_own_method(tmp_path):
     model = adapted(module.GPT, module.GPTConfig)(config)
     idx = torch.randint(11, (2, 5))
     logits = model(idx)
+    with pytest.raises(UserError, match="block_size=9 is above the 8 positions that the model has: use --block_size=8"):
+        model.crop_block_size(9)
     model.crop_block_size(5)
     assert model.transformer.wpe.weight.shape == (5, 16)
     assert model.transformer.h[0].attn.bias.shape == (1, 1, 5, 5)

@@ -130,6 +130,13 @@ def test_a_folder_loads_in_every_form(theirs, ours, tmp_path, form, prefix):
     assert (loaded.transformer.wte.weight[VOCAB:] == 0).all()
 
 
+def test_a_configs_dropout_is_kept_unless_another_is_given(folder):
+    config = GPTConfig(dropout=0.25)
+    assert GPT.from_pretrained(str(folder), config=config).config.dropout == 0.25
+    assert GPT.from_pretrained(str(folder), config=config, dropout=0.0).config.dropout == 0.0
+    assert GPT.from_pretrained(str(folder)).transformer.drop.p == 0.0
+
+
 def test_weights_load_in_half_precision(folder, ours):
     half = GPT.from_pretrained(str(folder), dropout=0.1, dtype=torch.bfloat16)
     assert {p.dtype for p in half.parameters()} == {torch.bfloat16} and half.config.dropout == 0.1
@@ -253,6 +260,11 @@ def test_crop_block_size(ours):
     assert grads["transformer.wpe.weight"].abs().min() > 0
     with pytest.raises(ValueError, match="21 tokens is longer than block_size=20"):
         ours(idx[:, :21])
+    with pytest.raises(ValueError, match="block_size=21 is above the 20 positions that the model has"):
+        ours.crop_block_size(21)
+    with pytest.raises(ValueError, match=f"vocab_size={VOCAB + 1} is above the {VOCAB} tokens that the model has"):
+        ours.crop_vocab_size(VOCAB + 1)
+    assert ours.config.block_size == 20 and ours.config.vocab_size == VOCAB
 
 
 @pytest.mark.parametrize("n_layer, n_head, n_embd, params, flops", [

@@ -272,6 +272,10 @@ def from_earlier_run(
     notes.append(
         f"weights from {where}, iteration {manifest['iter_num']}; the optimizer starts fresh"
     )
+    if config.dropout != settings.dropout:
+        notes.append(
+            f"this run has dropout={settings.dropout}, and {where} had dropout={config.dropout}"
+        )
     return Start(
         "earlier run",
         init_from,
