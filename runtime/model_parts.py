@@ -102,8 +102,8 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Set a model to evaluation. Afterwards, each module is as before: some may stay in eval() while
-    the others train, such as a frozen part with dropout."""
+    """Set a model to evaluation. Afterwards, each module is as before: some may stay in eval()
+    while the others train, such as a frozen part with dropout."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -187,7 +187,8 @@ def parameters_on_meta() -> Iterator[None]:
             on_meta[param] = like_parameter(param, param.to("meta"))
         register(self, name, on_meta[param])
 
-    # As long as the context lasts. unset_as_nan() would write into memory that is given back at once
+    # As long as the context lasts. unset_as_nan() would write into memory that is given back at
+    # once
     fills = torch.utils.deterministic.fill_uninitialized_memory
     torch.utils.deterministic.fill_uninitialized_memory = False
     nn.Module.register_parameter = register_on_meta

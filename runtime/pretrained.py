@@ -1,4 +1,5 @@
-"""The pretrained models of GPT-2: their names, sizes and revisions. It imports nothing, so that every script can."""
+"""The pretrained models of GPT-2: their names, sizes and revisions. It imports nothing, so that
+every script can."""
 
 PRETRAINED = {  # layers, heads, width
     "gpt2": (12, 12, 768),

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 MAX_JSON_BYTES = 64_000_000
 MAX_JSON_DEPTH = 50
 MAX_DIGITS = 40  # of a whole number: float() fails above 308
-STRICT: "ConfigDict" = {"strict": True}  # for classes that describe a file: True is no number, and "1" neither
+# for classes that describe a file: True is no number, and "1" neither
+STRICT: "ConfigDict" = {"strict": True}
 
 
 class UnsafeFileError(UserError):

@@ -77,8 +77,10 @@ def folder_of_tokenizer(name: str) -> Path:
     if path.name == "tokenizer.json" and path.is_file():
         return path.parent
     if path.is_file():
-        raise UserError(f"--tokenizer={name} is a file: name its folder, in which the tokenizer is a "
-                        "tokenizer.json, or vocab.json with merges.txt")
+        raise UserError(
+            f"--tokenizer={name} is a file: name its folder, in which the tokenizer is a "
+            "tokenizer.json, or vocab.json with merges.txt"
+        )
     if not path.exists():
         raise UserError(f"--tokenizer={name} does not exist: choose gpt2, char, or the folder of a "
                         "tokenizer")
@@ -86,13 +88,16 @@ def folder_of_tokenizer(name: str) -> Path:
 
 
 def check_end_of_text(folder: Path, tokenizer: dict) -> None:
-    """Raise UserError unless the "tokenizer" of a folder has the end of text that the folder names."""
+    """Raise UserError unless the "tokenizer" of a folder has the end of text that the folder
+    names."""
     config = folder / "tokenizer_config.json"
     named = text_of_token(config_of(config).get("eos_token"))
     if named is not None and named not in vocabulary_of(tokenizer):
-        raise UserError(f"the eos_token {named!r} in {config} is none of the tokenizer's tokens: name "
-                        "one of them, or add it to its tokenizer.json with transformers, by "
-                        f"{save_line(folder)}")
+        raise UserError(
+            f"the eos_token {named!r} in {config} is none of the tokenizer's tokens: name "
+            "one of them, or add it to its tokenizer.json with transformers, by "
+            f"{save_line(folder)}"
+        )
     if tokenizer["end_of_text"] is None:
         raise UserError(f'{folder} has no end-of-text token: add "eos_token" to its '
                         "tokenizer_config.json")

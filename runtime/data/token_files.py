@@ -57,7 +57,8 @@ def type_problem(path: Path, vocab_size: int, is_known: bool) -> str | None:
 def described_type_problem(path: Path, meta: dict) -> str | None:
     """Return what is wrong with reading a file as the type that its meta.json names, or None.
 
-    meta: the content of meta.json, whose size the file has. Ids that are 0 at each second place look
+    meta: the content of meta.json, whose size the file has. Ids that are 0 at each second place
+    look
     like wider ones: then the file's hash decides, if meta.json has it.
     """
     dtype = meta["dtype"]

@@ -18,8 +18,8 @@ except ImportError:
 
 
 def device_has_triton(weight):
-    """Return whether our kernels run on the weight's device: NVIDIA GPUs with compute capability 8.0 or higher.
-    Older GPUs and ROCm (whose device is also "cuda") are untested."""
+    """Return whether our kernels run on the weight's device: NVIDIA GPUs with compute capability
+    8.0 or higher. Older GPUs and ROCm (whose device is also "cuda") are untested."""
     if triton is None or torch.version.hip:
         return False
     return not weight.is_cuda or torch.cuda.get_device_capability(weight.device) >= (8, 0)

@@ -1,17 +1,19 @@
 """The kernels of GPT-2's blocks for training, with few memory passes between the GEMMs.
 
-  residual + layer norm  One kernel adds a branch (attention or MLP) and its bias to the residual stream and normalizes
-                         the sum. So a chained block returns (residual, branch, branch_bias), and the next layer norm
-                         adds them. A closed block (fit.py) adds them itself, in one more pass of forward.
-  bias gradients         The kernel that writes a gradient matrix also sums its columns. Each program stores partial
-                         sums, which PyTorch adds in float32.
-  weight gradients       The GEMM adds dy.T @ x to weight.grad_sink (engine/grad_sink.py): to a float32 sum, or to
-                         the buffer of a reduce_scatter.
-  attention in float16   bfloat16's rounding of attention makes long runs unstable (docs/pretrain.md). So it and its two
-                         linear layers run in float16 instead. As float16 needs, the loss is scaled (engine/setup.py).
+  residual + layer norm  One kernel adds a branch (attention or MLP) and its bias to the residual
+                         stream and normalizes the sum. So a chained block returns (residual,
+                         branch, branch_bias), and the next layer norm adds them. A closed block
+                         (fit.py) adds them itself, in one more pass of forward.
+  bias gradients         The kernel that writes a gradient matrix also sums its columns. Each
+                         program stores partial sums, which PyTorch adds in float32.
+  weight gradients       The GEMM adds dy.T @ x to weight.grad_sink (engine/grad_sink.py): to a
+                         float32 sum, or to the buffer of a reduce_scatter.
+  attention in float16   bfloat16's rounding of attention makes long runs unstable
+                         (docs/pretrain.md). So it and its two linear layers run in float16 instead.
+                         As float16 needs, the loss is scaled (engine/setup.py).
 
-GEMMs (linear.py) and attention are PyTorch's, or fp8.py's. fused.py makes blocks of these operations. model.py has the
-plain version of both files, and tests compare them.
+GEMMs (linear.py) and attention are PyTorch's, or fp8.py's. fused.py makes blocks of these
+operations. model.py has the plain version of both files, and tests compare them.
 """
 
 import torch
@@ -22,8 +24,10 @@ from runtime.kernels import fp8, jit, tl, triton
 from runtime.kernels.fp8 import store, update_amax
 from runtime.kernels.linear import Casts, linear, linear_grads
 
-# The fastest values tried on an H200 with 8,192 and 16,384 rows of 1,600 (results/h200_x1_fused.json)
-NUM_PROGRAMS = 396  # programs that share the rows in the layer norm's backward, 3 per multiprocessor
+# The fastest values tried on an H200 with 8,192 and 16,384 rows of 1,600
+# (results/h200_x1_fused.json).
+# Programs that share the rows in the layer norm's backward, 3 per multiprocessor
+NUM_PROGRAMS = 396
 TILE = {"ROWS": 16, "COLUMNS": 128}  # the part of a matrix that a program loads at once
 STEPS = 8  # tiles in a column that one program sums
 
@@ -32,10 +36,27 @@ STEPS = 8  # tiles in a column that one program sums
 
 
 @jit(do_not_specialize=["slot"])
-def residual_layernorm_fwd(residual, branch, branch_bias, weight, bias, residual_out, normed, mean, rstd, C,
-                           amax, scale, slot, FP8: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr,
-                           PDL: tl.constexpr = False):
-    """Compute a row of residual_out = residual + branch + branch_bias and its layer norm. PDL: see decode.py."""
+def residual_layernorm_fwd(
+    residual,
+    branch,
+    branch_bias,
+    weight,
+    bias,
+    residual_out,
+    normed,
+    mean,
+    rstd,
+    C,
+    amax,
+    scale,
+    slot,
+    FP8: tl.constexpr,
+    ADD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr = False,
+):
+    """Compute a row of residual_out = residual + branch + branch_bias and its layer norm. PDL: see
+    decode.py."""
     if PDL:
         tl.extra.cuda.gdc_wait()
     row, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
@@ -52,18 +73,36 @@ def residual_layernorm_fwd(residual, branch, branch_bias, weight, bias, residual
     s = tl.rsqrt(tl.sum(centered * centered) / C + 1e-5)
     w = tl.load(weight + i, mask=mask, other=0.0).to(tl.float32)
     b = tl.load(bias + i, mask=mask, other=0.0).to(tl.float32)
-    largest = store(normed, row * C + i, tl.where(mask, centered * s * w + b, 0.0), mask, scale, slot, FP8)
+    largest = store(
+        normed, row * C + i, tl.where(mask, centered * s * w + b, 0.0), mask, scale, slot, FP8
+    )
     update_amax(amax, slot, largest, FP8)
     tl.store(mean + row, m)
     tl.store(rstd + row, s)
 
 
 @jit
-def residual_layernorm_bwd(dnormed, dresidual_out, residual_out, weight, mean, rstd, dresidual, dbranch, partials, rows,
-                           C, ADD: tl.constexpr, COPY: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
-                           NUM_STAGES: tl.constexpr):
-    """Compute rows of dresidual and this program's partial sums, (PARTS, C): of dweight and dbias, with 3 parts also
-    of dbranch_bias, with 4 also of dresidual_out. With COPY, also dbranch, which is dresidual in its dtype."""
+def residual_layernorm_bwd(
+    dnormed,
+    dresidual_out,
+    residual_out,
+    weight,
+    mean,
+    rstd,
+    dresidual,
+    dbranch,
+    partials,
+    rows,
+    C,
+    ADD: tl.constexpr,
+    COPY: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):
+    """Compute rows of dresidual and this program's partial sums, (PARTS, C): of dweight and dbias,
+    with 3 parts also of dbranch_bias, with 4 also of dresidual_out. With COPY, also dbranch, which
+    is dresidual in its dtype."""
     i = tl.arange(0, BLOCK)
     mask = i < C
     w = tl.load(weight + i, mask=mask, other=0.0).to(tl.float32)
@@ -127,8 +166,21 @@ def gelu_fwd(h, g, n, amax, scale, slot, FP8: tl.constexpr, BLOCK: tl.constexpr)
 
 
 @jit(do_not_specialize=["slot"])
-def gelu_bwd(dg, h, dh, partials, rows, C, amax, scale, slot, FP8: tl.constexpr, ROWS: tl.constexpr,
-             COLUMNS: tl.constexpr, STEPS: tl.constexpr):
+def gelu_bwd(
+    dg,
+    h,
+    dh,
+    partials,
+    rows,
+    C,
+    amax,
+    scale,
+    slot,
+    FP8: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STEPS: tl.constexpr,
+):
     """Compute columns of dh and this program's partial sums of them."""
     c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     total, largest = tl.zeros([ROWS, COLUMNS], tl.float32), 0.0
@@ -147,9 +199,24 @@ def gelu_bwd(dg, h, dh, partials, rows, C, amax, scale, slot, FP8: tl.constexpr,
 
 
 @jit(do_not_specialize=["slot"])
-def concat_dqkv(dq, dk, dv, dqkv, partials, rows, C, amax, scale, slot, FP8: tl.constexpr, ROWS: tl.constexpr,
-                COLUMNS: tl.constexpr, STEPS: tl.constexpr):
-    """Copy columns of dq, dk and dv, (rows, C) each, to dqkv (rows, 3 C). Also store this program's partial sums."""
+def concat_dqkv(
+    dq,
+    dk,
+    dv,
+    dqkv,
+    partials,
+    rows,
+    C,
+    amax,
+    scale,
+    slot,
+    FP8: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STEPS: tl.constexpr,
+):
+    """Copy columns of dq, dk and dv, (rows, C) each, to dqkv (rows, 3 C). Also store this program's
+    partial sums."""
     c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     which, source = tl.program_id(2), dq
     if which == 1:
@@ -160,22 +227,24 @@ def concat_dqkv(dq, dk, dv, dqkv, partials, rows, C, amax, scale, slot, FP8: tl.
     for step in range(STEPS):
         r = (tl.program_id(0) * STEPS + step) * ROWS + tl.arange(0, ROWS)
         mask = (r < rows)[:, None] & (c < C)[None, :]
-        d = tl.load(source + r[:, None].to(tl.int64) * C + c[None, :], mask=mask, other=0.0).to(tl.float32)
+        d = tl.load(source + r[:, None].to(tl.int64) * C + c[None, :], mask=mask, other=0.0).to(
+            tl.float32
+        )
         offsets = r[:, None].to(tl.int64) * 3 * C + which * C + c[None, :]
         largest = tl.maximum(largest, store(dqkv, offsets, d, mask, scale, slot, FP8))
         total += d
     update_amax(amax, slot, largest, FP8)
-    sums = tl.where(which == 1, 0.0, tl.sum(total, 0))  # the keys' bias has no gradient: QKVLinear in model.py
+    # the keys' bias has no gradient: QKVLinear in model.py
+    sums = tl.where(which == 1, 0.0, tl.sum(total, 0))
     tl.store(partials + (tl.program_id(0) * 3 + which) * C + c, sums, mask=c < C)
 
 
-# The operations of a block with their gradients. Activations are (B, T, C). Parameters are attributes of ctx, not saved
-# tensors: activation checkpointing would return copies of those, without grad_sink
+# The operations of a block with their gradients. Activations are (B, T, C). Parameters are
+# attributes of ctx, not saved tensors: activation checkpointing would return copies of those,
+# without grad_sink
 
 
-def reduce_param_grads(
-    partials: torch.Tensor, *params: nn.Parameter
-) -> list[torch.Tensor | None]:
+def reduce_param_grads(partials: torch.Tensor, *params: nn.Parameter) -> list[torch.Tensor | None]:
     """Return the gradients of parameters (n,) as a list, from partials (programs, len(params), n).
 
     If all have sinks (engine/grad_sink.py) of sums over micro-steps, add to those and return Nones.
@@ -189,24 +258,29 @@ def reduce_param_grads(
 
 
 def column_sums(kernel, inputs, rows, width, parts, casts, bias):
-    """Launch gelu_bwd or concat_dqkv. Return its output (rows, parts * width), maybe in FP8, and the bias gradient."""
+    """Launch gelu_bwd or concat_dqkv. Return its output (rows, parts * width), maybe in FP8, and
+    the bias gradient."""
     count, C = triton.cdiv(rows, TILE["ROWS"] * STEPS), parts * width
     partials = inputs[0].new_empty((count, 1, C), dtype=torch.float32)
     out, fp8_args = fp8.empty_output(fp8_slot(casts), fp8.GRAD_OUTPUT, inputs[0], (rows, C))
     kernel[(count, triton.cdiv(width, TILE["COLUMNS"]), parts)](
-        *inputs, out, partials, rows, width, **fp8_args, STEPS=STEPS, **TILE)
+        *inputs, out, partials, rows, width, **fp8_args, STEPS=STEPS, **TILE
+    )
     return out, reduce_param_grads(partials, bias)[0]
 
 
 class ResidualLayerNorm(torch.autograd.Function):
-    """Returns residual + branch + branch_bias (or residual) and its layer norm, as fp8.differentiable does.
+    """Returns residual + branch + branch_bias (or residual) and its layer norm, as
+    fp8.differentiable does.
 
-    consumer: the Casts of the layer that takes the norm. out_bias: of a closed block, what AddBranch adds later: its
-    gradient is the sum of that of the first result, which this backward reads.
-    """
+    consumer: the Casts of the layer that takes the norm. out_bias: of a closed block, what
+    AddBranch adds later: its gradient is the sum of that of the first result, which this backward
+    reads."""
 
     @staticmethod
-    def forward(ctx, residual, branch, branch_bias, out_bias, weight, bias, consumer=None, dtype=None):
+    def forward(
+        ctx, residual, branch, branch_bias, out_bias, weight, bias, consumer=None, dtype=None
+    ):
         C = residual.size(-1)
         BLOCK = triton.next_power_of_2(C)
         rows = residual.numel() // C
@@ -216,8 +290,21 @@ class ResidualLayerNorm(torch.autograd.Function):
         like = residual.new_empty(1, dtype=dtype or residual.dtype).expand_as(residual)
         normed, fp8_args = fp8.empty_output(fp8_slot(consumer), fp8.INPUT, like, residual.shape)
         ctx.one_row = {"BLOCK": BLOCK, "num_warps": min(8, max(1, BLOCK // 512))}
-        residual_layernorm_fwd[(rows,)](residual, branch, branch_bias, weight, bias, residual_out, normed, mean, rstd,
-                                        C, **fp8_args, ADD=add, **ctx.one_row)
+        residual_layernorm_fwd[(rows,)](
+            residual,
+            branch,
+            branch_bias,
+            weight,
+            bias,
+            residual_out,
+            normed,
+            mean,
+            rstd,
+            C,
+            **fp8_args,
+            ADD=add,
+            **ctx.one_row,
+        )
         ctx.save_for_backward(residual_out, mean, rstd)
         ctx.set_materialize_grads(False)
         ctx.params = [weight, bias]
@@ -245,8 +332,23 @@ class ResidualLayerNorm(torch.autograd.Function):
         if copy:
             dbranch = torch.empty_like(dresidual, dtype=ctx.branch_dtype)
         residual_layernorm_bwd[(count,)](
-            dnormed.contiguous(), dresidual_out.contiguous() if add else None, residual_out, ctx.params[0], mean, rstd,
-            dresidual, dbranch, partials, rows, C, ADD=add, COPY=copy, PARTS=parts, NUM_STAGES=3, **ctx.one_row)
+            dnormed.contiguous(),
+            dresidual_out.contiguous() if add else None,
+            residual_out,
+            ctx.params[0],
+            mean,
+            rstd,
+            dresidual,
+            dbranch,
+            partials,
+            rows,
+            C,
+            ADD=add,
+            COPY=copy,
+            PARTS=parts,
+            NUM_STAGES=3,
+            **ctx.one_row,
+        )
         dweight, dbias, *others = reduce_param_grads(partials, *ctx.params)
         dbranch_bias = dout_bias = None
         if ctx.has_branch:
@@ -259,14 +361,16 @@ class ResidualLayerNorm(torch.autograd.Function):
 
 
 class AddBranch(torch.autograd.Function):
-    """Returns residual + branch + branch_bias, the output of a closed block. The bias's gradient is computed by the
-    layer norm before it, as its out_bias."""
+    """Returns residual + branch + branch_bias, the output of a closed block. The bias's gradient is
+    computed by the layer norm before it, as its out_bias."""
 
     @staticmethod
     def forward(ctx, residual, branch, branch_bias):
         out = torch.empty_like(residual)
         n = residual.numel()
-        add_branch_fwd[(triton.cdiv(n, 1024),)](residual, branch, branch_bias, out, n, residual.size(-1), BLOCK=1024)
+        add_branch_fwd[(triton.cdiv(n, 1024),)](
+            residual, branch, branch_bias, out, n, residual.size(-1), BLOCK=1024
+        )
         ctx.branch_dtype = branch.dtype
         return out
 
@@ -277,7 +381,8 @@ class AddBranch(torch.autograd.Function):
 
 
 class QKVProjection(torch.autograd.Function):
-    """Returns q, k and v of x, (B, n_head, T, head size) each. x, x8: as fp8.differentiable returns."""
+    """Returns q, k and v of x, (B, n_head, T, head size) each. x, x8: as fp8.differentiable
+    returns."""
 
     @staticmethod
     def forward(ctx, x, x8, weight, bias, n_head, casts):
@@ -293,15 +398,16 @@ class QKVProjection(torch.autograd.Function):
     def backward(ctx, *grads):
         (x,) = ctx.saved_tensors
         C = x.size(-1)
-        grads = [grad.transpose(1, 2).reshape(-1, C) for grad in grads]  # views: attention returns this layout
+        # views: attention returns this layout
+        grads = [grad.transpose(1, 2).reshape(-1, C) for grad in grads]
         dqkv, dbias = column_sums(concat_dqkv, grads, len(grads[0]), C, 3, ctx.casts, ctx.bias)
         dx, dweight = linear_grads(x, ctx.weight, ctx.casts, dqkv, ctx.dtype)
         return dx, None, dweight, dbias, None, None
 
 
 class LinearGelu(torch.autograd.Function):
-    """Returns gelu(x @ weight.T + bias) as fp8.differentiable does. x, x8: likewise. consumer: the Casts of the layer
-    that takes the result."""
+    """Returns gelu(x @ weight.T + bias) as fp8.differentiable does. x, x8: likewise. consumer: the
+    Casts of the layer that takes the result."""
 
     @staticmethod
     def forward(ctx, x, x8, weight, bias, casts, consumer):
@@ -310,7 +416,9 @@ class LinearGelu(torch.autograd.Function):
         h = linear(x, weight, casts, bias, weight.dtype)
         g, fp8_args = fp8.empty_output(fp8_slot(consumer), fp8.INPUT, h, h.shape)
         BLOCK = 4096 if fp8_args["FP8"] else 1024
-        gelu_fwd[(triton.cdiv(h.numel(), BLOCK),)](h, g, h.numel(), **fp8_args, BLOCK=BLOCK, num_warps=BLOCK // 256)
+        gelu_fwd[(triton.cdiv(h.numel(), BLOCK),)](
+            h, g, h.numel(), **fp8_args, BLOCK=BLOCK, num_warps=BLOCK // 256
+        )
         ctx.save_for_backward(x, h)
         return fp8.differentiable(ctx, g, h)
 
@@ -319,7 +427,9 @@ class LinearGelu(torch.autograd.Function):
     def backward(ctx, dg, _):
         x, h = ctx.saved_tensors
         C = h.size(-1)
-        dh, dbias = column_sums(gelu_bwd, (dg.contiguous(), h), h.numel() // C, C, 1, ctx.casts, ctx.bias)
+        dh, dbias = column_sums(
+            gelu_bwd, (dg.contiguous(), h), h.numel() // C, C, 1, ctx.casts, ctx.bias
+        )
         dx, dweight = linear_grads(x, ctx.weight, ctx.casts, dh, ctx.weight.dtype)
         return dx, None, dweight, dbias, None, None
 

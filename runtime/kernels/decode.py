@@ -1,15 +1,20 @@
 """Kernels that decode one token of B sequences (RESULTS.md).
 
-At batch size 1 each linear layer is a GEMV, which takes as long as reading its matrix. PyTorch's GEMVs reach 700 to
-2,300 GB/s of an H200's 4,150 GB/s and launch layer norm, GELU and residual separately. Here a block is five kernels:
+At batch size 1 each linear layer is a GEMV, which takes as long as reading its matrix. PyTorch's
+GEMVs reach 700 to 2,300 GB/s of an H200's 4,150 GB/s and launch layer norm, GELU and residual
+separately. Here a block is five kernels:
 
-  gemv              One GEMV, fused with the layer norm before it and the bias, GELU and residual after it.
-  decode_attention  Split-KV attention ("flash decoding"). Several programs share the keys and values of a head, each
-                    with an online softmax over its part. The last program to finish combines the partial results.
+  gemv              One GEMV, fused with the layer norm before it and the bias, GELU and residual
+                    after it.
+  decode_attention  Split-KV attention ("flash decoding"). Several programs share the keys and
+                    values of a head, each with an online softmax over its part. The last program to
+                    finish combines the partial results.
 
-Above batch size 1 a block is seven kernels: cuBLAS's GEMMs, decode_attention, and block.py's residual + layer norms.
+Above batch size 1 a block is seven kernels: cuBLAS's GEMMs, decode_attention, and block.py's
+residual + layer norms.
 
-With programmatic dependent launch (PDL, Hopper and later), a kernel reads its matrix while the previous one runs."""
+With programmatic dependent launch (PDL, Hopper and later), a kernel reads its matrix while the
+previous one runs."""
 
 from functools import partial
 
@@ -20,25 +25,50 @@ from runtime.kernels import device_has_triton, jit, tl, triton
 from runtime.kernels.block import residual_layernorm_fwd
 from runtime.kernels.fit import why_not_decoded
 
-# The fastest values tried on an H200 with GPT-2 XL (results/h200_x1_one_token.json, h200_x1_sampling.json)
-TILES = {2048: (8, 4), 8192: (2, 16)}  # {matrix width, rounded up to a power of 2: (rows, warps) per program}
-ATTENTION_TILES = (64, 4), (32, 2)  # (keys that a program loads at once, warps): at batch size 1, in a batch
-MAX_KV_SPLITS, HEAD_PROGRAMS = 8, 32  # programs per head at batch size 1; programs per head of all sequences together
+# The fastest values tried on an H200 with GPT-2 XL (results/h200_x1_one_token.json,
+# h200_x1_sampling.json).
+# {matrix width, rounded up to a power of 2: (rows, warps) per program}
+TILES = {2048: (8, 4), 8192: (2, 16)}
+# (keys that a program loads at once, warps): at batch size 1, in a batch
+ATTENTION_TILES = (64, 4), (32, 2)
+# programs per head at batch size 1; programs per head of all sequences together
+MAX_KV_SPLITS, HEAD_PROGRAMS = 8, 32
 NORM_WARPS = 8
 
 
 @jit
-def gemv(x, weight, bias, norm_weight, norm_bias, residual, out, N, K: tl.constexpr, BLOCK: tl.constexpr,
-         NORM: tl.constexpr, BIAS: tl.constexpr, GELU: tl.constexpr, ADD: tl.constexpr, ROWS: tl.constexpr,
-         PDL: tl.constexpr):
-    """Compute out (N,) = weight (N, K) @ x (K,). NORM: use layernorm(x). Then add bias, apply GELU, add residual."""
+def gemv(
+    x,
+    weight,
+    bias,
+    norm_weight,
+    norm_bias,
+    residual,
+    out,
+    N,
+    K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NORM: tl.constexpr,
+    BIAS: tl.constexpr,
+    GELU: tl.constexpr,
+    ADD: tl.constexpr,
+    ROWS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Compute out (N,) = weight (N, K) @ x (K,). NORM: use layernorm(x). Then add bias, apply GELU,
+    add residual."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     i = tl.arange(0, BLOCK)
     mask = i < K
-    tile = tl.load(weight + rows[:, None].to(tl.int64) * K + i[None, :], mask=(rows < N)[:, None] & mask[None, :],
-                   other=0.0, eviction_policy="evict_first")  # read only once: don't evict other data from the L2 cache
+    tile = tl.load(
+        weight + rows[:, None].to(tl.int64) * K + i[None, :],
+        mask=(rows < N)[:, None] & mask[None, :],
+        # read only once: don't evict other data from the L2 cache
+        other=0.0,
+        eviction_policy="evict_first",
+    )
     if BIAS:
         b = tl.load(bias + rows, mask=rows < N, other=0.0).to(tl.float32)
     if PDL:
@@ -61,10 +91,23 @@ def gemv(x, weight, bias, norm_weight, norm_bias, residual, out, N, K: tl.conste
 
 
 @jit
-def decode_attention(qkv, keys, values, position, out, partials, arrivals, heads, length, D: tl.constexpr,
-                     BLOCK_KV: tl.constexpr, NUM_KV_SPLITS: tl.constexpr, PDL: tl.constexpr):
-    """Compute one head's attention of a sequence's token at `position` to itself and all tokens before it, and cache
-    its key and value. program_id(0): sequence * heads + head."""
+def decode_attention(
+    qkv,
+    keys,
+    values,
+    position,
+    out,
+    partials,
+    arrivals,
+    heads,
+    length,
+    D: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
+    NUM_KV_SPLITS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Compute one head's attention of a sequence's token at `position` to itself and all tokens
+    before it, and cache its key and value. program_id(0): sequence * heads + head."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     row, split, at = tl.program_id(0), tl.program_id(1), tl.load(position)
@@ -75,11 +118,15 @@ def decode_attention(qkv, keys, values, position, out, partials, arrivals, heads
     first, end = split * per_split, tl.minimum(at, (split + 1) * per_split)
     positions = first + tl.arange(0, BLOCK_KV)
     offsets, mask = base + positions[:, None] * D + d[None, :], (positions < end)[:, None]
-    k, v = tl.load(keys + offsets, mask=mask, other=0.0), tl.load(values + offsets, mask=mask, other=0.0)
+    k, v = (
+        tl.load(keys + offsets, mask=mask, other=0.0),
+        tl.load(values + offsets, mask=mask, other=0.0),
+    )
     if PDL:  # only qkv depends on the previous kernel; the cached keys and values don't
         tl.extra.cuda.gdc_wait()
-    q = tl.load(qkv + d).to(tl.float32) * (D ** -0.5)
-    m, l, acc = -1e30, 0.0, tl.zeros([D], tl.float32)  # running maximum, sum of exp(score - m), and of that times v
+    q = tl.load(qkv + d).to(tl.float32) * (D**-0.5)
+    # running maximum, sum of exp(score - m), and of that times v
+    m, l, acc = -1e30, 0.0, tl.zeros([D], tl.float32)
     if split == 0:
         own_k, own_v = tl.load(qkv + C + d), tl.load(qkv + 2 * C + d)
         tl.store(keys + base + at * D + d, own_k)
@@ -95,7 +142,10 @@ def decode_attention(qkv, keys, values, position, out, partials, arrivals, heads
         first += BLOCK_KV
         positions = first + tl.arange(0, BLOCK_KV)
         offsets, mask = base + positions[:, None] * D + d[None, :], (positions < end)[:, None]
-        k, v = tl.load(keys + offsets, mask=mask, other=0.0), tl.load(values + offsets, mask=mask, other=0.0)
+        k, v = (
+            tl.load(keys + offsets, mask=mask, other=0.0),
+            tl.load(values + offsets, mask=mask, other=0.0),
+        )
     if NUM_KV_SPLITS > 1:
         partial_ptr = partials + (row * NUM_KV_SPLITS + split) * (D + 2)
         tl.store(partial_ptr + d, acc)
@@ -109,24 +159,45 @@ def decode_attention(qkv, keys, values, position, out, partials, arrivals, heads
         ms = tl.load(partial_ptrs + D + 1, cache_modifier=".cg")
         alphas = tl.exp(ms - tl.max(ms))
         l = tl.sum(alphas * tl.load(partial_ptrs + D, cache_modifier=".cg"))
-        acc = tl.sum(alphas[:, None] * tl.load(partial_ptrs[:, None] + d[None, :], cache_modifier=".cg"), 0)
+        acc = tl.sum(
+            alphas[:, None] * tl.load(partial_ptrs[:, None] + d[None, :], cache_modifier=".cg"), 0
+        )
     tl.store(out + row * D + d, (acc / l).to(out.dtype.element_ty))
 
 
 def linear(x, layer, pdl, norm=None, gelu=False, residual=None, with_bias=True):
-    """Return layer(x) of one row, (K,) -> (N,). Optionally apply norm before it, and GELU or residual after it."""
+    """Return layer(x) of one row, (K,) -> (N,). Optionally apply norm before it, and GELU or
+    residual after it."""
     weight, bias = layer.weight, layer.bias if with_bias else None
     (N, K), out = weight.shape, x.new_empty(len(weight))
     BLOCK = triton.next_power_of_2(K)
     rows, warps = TILES.get(BLOCK, (4, 4))
     gemv[(triton.cdiv(N, rows),)](
-        x, weight, bias, norm and norm.weight, norm and norm.bias, residual, out, N, K, BLOCK, norm is not None,
-        bias is not None, gelu, residual is not None, rows, bool(pdl), num_warps=warps, **pdl)
+        x,
+        weight,
+        bias,
+        norm and norm.weight,
+        norm and norm.bias,
+        residual,
+        out,
+        N,
+        K,
+        BLOCK,
+        norm is not None,
+        bias is not None,
+        gelu,
+        residual is not None,
+        rows,
+        bool(pdl),
+        num_warps=warps,
+        **pdl,
+    )
     return out
 
 
 def decode_step_for(model):
-    """Return generate()'s custom_step, or None if these kernels don't support the model as it is now."""
+    """Return generate()'s custom_step, or None if these kernels don't support the model as it is
+    now."""
     weight = model.transformer.wte.weight
     if not (weight.is_cuda and device_has_triton(weight)) or why_no_decode(model):
         return None
@@ -145,49 +216,116 @@ def why_no_decode(model):
 
 @torch.no_grad()
 def decode_step(model, token, position, caches):
-    """Return logits (B, vocab_size) after `token` (B, 1) at `position` (1,): one step of decoder.Decoder."""
+    """Return logits (B, vocab_size) after `token` (B, 1) at `position` (1,): one step of
+    decoder.Decoder."""
     x = (model.transformer.wte(token) + model.transformer.wpe(position)).squeeze(1)
-    (B, C), heads = x.shape, model.config.n_head
-    D, splits = C // heads, min(MAX_KV_SPLITS, triton.next_power_of_2(triton.cdiv(HEAD_PROGRAMS, B)))
-    BLOCK_KV, warps = ATTENTION_TILES[B > 1]
-    hopper = x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0)
-    pdl = {"launch_pdl": True} if hopper else {}
-    partials = torch.empty(B * heads, splits, D + 2, device=x.device)
-    arrivals = torch.zeros(B * heads, dtype=torch.int32, device=x.device)
+    attention = DecodeAttention(x, position, model.config.n_head)
+    layers = zip(model.transformer.h, caches, strict=True)
+    if len(x) > 1:
+        return decode_batch(model, x, layers, attention)
 
-    def attention(qkv, cache):
-        y = torch.empty_like(x)
+    # One sequence: each linear layer is a GEMV, with the norm before it and what comes after it
+    pdl = attention.pdl
+    x = x[0]
+    for block, cache in layers:
+        y = attention(linear(x, block.attn.c_attn, pdl, block.ln_1), cache)
+        x = linear(y, block.attn.c_proj, pdl, residual=x)
+        h = linear(x, block.mlp.c_fc, pdl, block.ln_2, gelu=True)
+        x = linear(h, block.mlp.c_proj, pdl, residual=x)
+    logits = linear(x, model.lm_head, pdl, model.transformer.ln_f, with_bias=False)
+    return logits[None, : model.lm_head.vocab_size]
+
+
+class DecodeAttention:
+    """Launches decode_attention for each block of a step.
+
+    x: (B, C), the residual stream. position: (1,), of the token. pdl: the options of a launch.
+    """
+
+    def __init__(self, x, position, heads):
+        batch, width = x.shape
+        self.position = position
+        self.heads = heads
+        self.programs = batch * heads
+        self.head_size = width // heads
+        wanted = triton.next_power_of_2(triton.cdiv(HEAD_PROGRAMS, batch))
+        self.splits = min(MAX_KV_SPLITS, wanted)
+        self.keys_at_once, self.warps = ATTENTION_TILES[batch > 1]
+        hopper = x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0)
+        self.pdl = {"launch_pdl": True} if hopper else {}
+
+        # What the programs of a head exchange
+        self.partials = torch.empty(self.programs, self.splits, self.head_size + 2, device=x.device)
+        self.arrivals = torch.zeros(self.programs, dtype=torch.int32, device=x.device)
+
+    def __call__(self, qkv, cache):
+        """Return the attention's output, (B, C) or (C,), and cache this token's key and value."""
+        y = qkv.new_empty(*qkv.shape[:-1], self.heads * self.head_size)
         keys = cache.keys[0]
         values = cache.values[0]
-        decode_attention[(B * heads, splits)](qkv, keys, values, position, y, partials, arrivals, heads,
-                                              keys.size(2), D, BLOCK_KV, splits, bool(pdl), num_warps=warps, **pdl)
+        decode_attention[(self.programs, self.splits)](
+            qkv,
+            keys,
+            values,
+            self.position,
+            y,
+            self.partials,
+            self.arrivals,
+            self.heads,
+            keys.size(2),
+            self.head_size,
+            self.keys_at_once,
+            self.splits,
+            bool(self.pdl),
+            num_warps=self.warps,
+            **self.pdl,
+        )
         return y
 
-    layers = zip(model.transformer.h, caches, strict=True)
-    if B == 1:
-        x = x[0]
-        for block, cache in layers:
-            y = attention(linear(x, block.attn.c_attn, pdl, block.ln_1), cache)
-            x = linear(y, block.attn.c_proj, pdl, residual=x)
-            h = linear(x, block.mlp.c_fc, pdl, block.ln_2, gelu=True)
-            x = linear(h, block.mlp.c_proj, pdl, residual=x)
-        return linear(x, model.lm_head, pdl, model.transformer.ln_f, with_bias=False)[None, : model.lm_head.vocab_size]
-    stats, branch, bias = torch.empty(2, B, device=x.device), None, None
+
+def decode_batch(model, x, layers, attention):
+    """Return the logits of several sequences, by cuBLAS's GEMMs. x: (B, C), changed in place."""
+    batch, width = x.shape
+    stats = torch.empty(2, batch, device=x.device)
+    branch = None
+    bias = None
 
     def add_and_norm(norm):
-        """Add the branch and its bias to the residual stream x in place, and return its layer norm."""
+        """Add the branch and its bias to the residual stream x in place, and return its layer
+        norm."""
         normed = torch.empty_like(x)
-        residual_layernorm_fwd[(B,)](x, branch, bias, norm.weight, norm.bias, x, normed, *stats, C, x, x, 0, False,
-                                     branch is not None, triton.next_power_of_2(C), bool(pdl), num_warps=NORM_WARPS,
-                                     **pdl)
+        residual_layernorm_fwd[(batch,)](
+            x,
+            branch,
+            bias,
+            norm.weight,
+            norm.bias,
+            x,
+            normed,
+            *stats,
+            width,
+            x,
+            x,
+            0,
+            False,
+            branch is not None,
+            triton.next_power_of_2(width),
+            bool(attention.pdl),
+            num_warps=NORM_WARPS,
+            **attention.pdl,
+        )
         return normed
 
     for block, cache in layers:
-        attn, mlp = block.attn, block.mlp
-        y = attention(F.linear(add_and_norm(block.ln_1), attn.c_attn.weight, attn.c_attn.bias), cache)
-        branch, bias = F.linear(y, attn.c_proj.weight), attn.c_proj.bias
+        attn = block.attn
+        mlp = block.mlp
+        qkv = F.linear(add_and_norm(block.ln_1), attn.c_attn.weight, attn.c_attn.bias)
+        y = attention(qkv, cache)
+        branch = F.linear(y, attn.c_proj.weight)
+        bias = attn.c_proj.bias
         h = linear_gelu(add_and_norm(block.ln_2), mlp.c_fc)
-        branch, bias = F.linear(h, mlp.c_proj.weight), mlp.c_proj.bias
+        branch = F.linear(h, mlp.c_proj.weight)
+        bias = mlp.c_proj.bias
     return model.lm_head(add_and_norm(model.transformer.ln_f))
 
 

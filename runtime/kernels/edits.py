@@ -30,7 +30,8 @@ IMPLEMENTED = {
     "Decoder.forward": "16115f35",
     "KVCache.update": "4494b4e5",
 }
-# Also part of a micro-step, most of it in runtime/loss.py. A CUDA graph repeats what Python did while it was captured
+# Also part of a micro-step, most of it in runtime/loss.py. A CUDA graph repeats what Python did
+# while it was captured
 CAPTURED = {
     "LMHead.losses": "626fae18",
     "cross_entropy_with_grad": "0052c8f5",
@@ -56,7 +57,8 @@ GLOBALS = {
     "sdpa_kernel": sdpa_kernel,
     "torch": torch,
 }
-OUR_HOOKS = ("runtime.lora", "runtime.kernels.fp8")  # the modules that define hooks that change nothing
+# the modules that define hooks that change nothing
+OUR_HOOKS = ("runtime.lora", "runtime.kernels.fp8")
 
 
 def own_class(module: nn.Module) -> type:
@@ -70,7 +72,8 @@ def defining_classes(kind: type, name: str) -> list[type]:
 
 
 def is_known(function: object, known: str) -> bool:
-    """Return whether a function has this hash, and the names in it mean what they do in model.py."""
+    """Return whether a function has this hash, and the names in it mean what they do in
+    model.py."""
     if not isinstance(function, FunctionType) or function_hash(function) != known:
         return False
     for name in function.__code__.co_names:
@@ -150,8 +153,8 @@ def has_global_hooks() -> bool:
 
 
 def why_not_our_forward(gpt: nn.Module) -> str | None:
-    """Return why a model's forward isn't GPT.forward as in model.py, which calls each block once, or
-    None."""
+    """Return why a model's forward isn't GPT.forward as in model.py, which calls each block once,
+    or None."""
     reason = why_not_module(gpt, "GPT")
     if reason:
         return reason

@@ -4,8 +4,8 @@ A fused block is called in one of two ways:
 
   chained  It takes and returns (residual, branch, bias), and the next layer norm adds them. Only
            GPT.forward as in model.py passes these from block to block.
-  closed   It takes and returns a tensor, as Block does. So GPT.forward may be anything: an auxiliary
-           loss, a skip connection, a block that runs twice.
+  closed   It takes and returns a tensor, as Block does. So GPT.forward may be anything: an
+           auxiliary loss, a skip connection, a block that runs twice.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,8 @@ from torch import nn
 
 from runtime.kernels import edits
 
-MAX_WIDTH = 4096  # columns of a row in one program; 8192 in float32 need more shared memory than an A100 has
+# columns of a row in one program; 8192 in float32 need more shared memory than an A100 has
+MAX_WIDTH = 4096
 EPS = 1e-5  # of the layer norms
 
 # The parts of a block: of PyTorch's classes, or with the functions of model.py's
@@ -170,12 +171,18 @@ def hooks_of_parts(block: nn.Module) -> tuple[dict, ...]:
     hooks = []
     for name in PARTS:
         part = block.get_submodule(name)
-        hooks += [part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks]
+        hooks += [
+            part._forward_hooks,
+            part._forward_pre_hooks,
+            part._backward_hooks,
+            part._backward_pre_hooks,
+        ]
     return tuple(hooks)
 
 
 def why_not_shaped(block: nn.Module) -> str | None:
-    """Return why the parameters of a block with known parts don't have the shapes of GPT-2's, or None."""
+    """Return why the parameters of a block with known parts don't have the shapes of GPT-2's, or
+    None."""
     C = block.ln_1.weight.numel()
     hidden = block.mlp.c_fc.bias.numel()
     shapes = {
@@ -224,13 +231,17 @@ def why_not_last_norm(model: nn.Module) -> str | None:
     if ln_f.eps != EPS:
         return f"ln_f.eps is {ln_f.eps}, not {EPS}"
     width = model.transformer.h[0].ln_1.weight.numel()
-    if ln_f.normalized_shape != (width,) or ln_f.bias.dtype != model.transformer.h[0].ln_1.bias.dtype:
+    if (
+        ln_f.normalized_shape != (width,)
+        or ln_f.bias.dtype != model.transformer.h[0].ln_1.bias.dtype
+    ):
         return "ln_f has another shape or dtype"
     return None
 
 
 def why_not_decoded(model: nn.Module) -> str | None:
-    """Return why the decoding kernels don't compute what a model's Decoder and forward do, or None."""
+    """Return why the decoding kernels don't compute what a model's Decoder and forward do, or
+    None."""
     reason = edits.why_not_our_forward(model) or edits.why_not_module(model.lm_head, "LMHead")
     reason = reason or why_not_decoder(model)
     if reason:
@@ -252,12 +263,15 @@ def why_not_decoder(model: nn.Module) -> str | None:
         decoder = getattr(function, "__globals__", {}).get("Decoder")
         if decoder is not None:
             cache = decoder.__init__.__globals__.get("KVCache", object)
-            return edits.why_not_methods(decoder, "Decoder") or edits.why_not_methods(cache, "KVCache")
+            return edits.why_not_methods(decoder, "Decoder") or edits.why_not_methods(
+                cache, "KVCache"
+            )
     return "its generate() has no Decoder"
 
 
 def why_not_around(model: nn.Module) -> str | None:
-    """Return why what a model does besides its blocks isn't what the decoding kernels do, or None."""
+    """Return why what a model does besides its blocks isn't what the decoding kernels do, or
+    None."""
     transformer = model.transformer
     for name, module in (
         ("the model", model),
@@ -281,7 +295,10 @@ def why_not_around(model: nn.Module) -> str | None:
             return "a block has another number of heads or another width"
         if block.mlp.c_fc.bias.numel() != 4 * C:
             return "mlp.c_fc has another shape"
-    if model.lm_head.weight.shape[1] != C or model.lm_head.weight.dtype != transformer.ln_f.weight.dtype:
+    if (
+        model.lm_head.weight.shape[1] != C
+        or model.lm_head.weight.dtype != transformer.ln_f.weight.dtype
+    ):
         return "lm_head has another shape or dtype"
     return None
 
@@ -298,5 +315,8 @@ def why_changed(model: nn.Module) -> str | None:
         if reason is None and block.chained:
             reason = why_not_chained(model)
         if reason:
-            return f"transformer.h.{i} was changed after setup.compile_blocks ({reason}): change it before"
+            return (
+                f"transformer.h.{i} was changed after setup.compile_blocks ({reason}): change it "
+                "before"
+            )
     return None

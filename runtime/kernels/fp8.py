@@ -3,16 +3,18 @@
 A linear layer, y = input @ weight.T + bias, needs three GEMMs:
 
   1. forward          y           = input @ weight.T       FP8, both in E4M3
-  2. input gradient   grad_input  = grad_output @ weight   FP8, grad_output in E5M2, which has more range
-  3. weight gradient  grad_weight = grad_output.T @ input  FP8, grad_output in E5M2, with a float32 result
+  2. input gradient   grad_input  = grad_output @ weight   FP8, grad_output in E5M2, which has more
+                      range
+  3. weight gradient  grad_weight = grad_output.T @ input  FP8, grad_output in E5M2, with a float32
+                      result
 
-The output layer and evaluations don't use it. FP8 has a small range: E4M3 up to 448, E5M2 up to 57,344
-(Micikevicius et al., arXiv:2209.05433). So each tensor is multiplied by a scale before its cast, and y by the inverses.
-Scaling is delayed, as in NVIDIA's Transformer Engine: the scale comes from the largest absolute value (amax) in the
-previous micro-step, with a headroom factor of 2. This lets the kernel that computes a tensor store it in FP8 only. The
-weight gradient's GEMM needs its inputs transposed, because FP8 GEMMs on Hopper only multiply a @ b.T.
-The first micro-step of a process runs without FP8 to calibrate, so the losses of a resumed run differ slightly.
-"""
+The output layer and evaluations don't use it. FP8 has a small range: E4M3 up to 448, E5M2 up to
+57,344 (Micikevicius et al., arXiv:2209.05433). So each tensor is multiplied by a scale before its
+cast, and y by the inverses. Scaling is delayed, as in NVIDIA's Transformer Engine: the scale comes
+from the largest absolute value (amax) in the previous micro-step, with a headroom factor of 2. This
+lets the kernel that computes a tensor store it in FP8 only. The weight gradient's GEMM needs its
+inputs transposed, because FP8 GEMMs on Hopper only multiply a @ b.T. The first micro-step of a
+process runs without FP8 to calibrate, so the losses of a resumed run differ slightly."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -30,7 +32,8 @@ BLOCK_INPUTS = 4  # residual, branch, its bias, recompute; those of a cache come
 
 @jit
 def store(out, offsets, values, mask, scale, slot, FP8: tl.constexpr):
-    """Store values in out's dtype, and with FP8 scaled. Returns the largest absolute value for update_amax."""
+    """Store values in out's dtype, and with FP8 scaled. Returns the largest absolute value for
+    update_amax."""
     largest = 0.0
     if FP8:
         LIMIT: tl.constexpr = 448.0 if out.dtype.element_ty == tl.float8e4nv else 57344.0
@@ -42,31 +45,50 @@ def store(out, offsets, values, mask, scale, slot, FP8: tl.constexpr):
 
 @jit
 def update_amax(amax, slot, value, FP8: tl.constexpr):
-    """With FP8, raise a slot's amax to `value`, once per program. A load comes first because amax rarely grows."""
+    """With FP8, raise a slot's amax to `value`, once per program. A load comes first because amax
+    rarely grows."""
     if FP8:
         if value > tl.load(amax + slot, volatile=True):
             tl.atomic_max(amax + slot, value)
 
 
 @jit(do_not_specialize=["slot"])
-def cast_kernel(x, out, rows, C, amax, scale, slot, TRANSPOSE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Cast a tile of x (rows, C), which may be in FP8 already, to out: (rows, C), or (C, rows) with TRANSPOSE."""
+def cast_kernel(
+    x,
+    out,
+    rows,
+    C,
+    amax,
+    scale,
+    slot,
+    TRANSPOSE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Cast a tile of x (rows, C), which may be in FP8 already, to out: (rows, C), or (C, rows) with
+    TRANSPOSE."""
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     mask = (r < rows)[:, None] & (c < C)[None, :]
     offsets = r[:, None].to(tl.int64) * C + c[None, :]
     values = tl.load(x + offsets, mask=mask, other=0.0)
     if TRANSPOSE:
-        offsets, values, mask = c[:, None].to(tl.int64) * rows + r[None, :], tl.trans(values), tl.trans(mask)
+        offsets, values, mask = (
+            c[:, None].to(tl.int64) * rows + r[None, :],
+            tl.trans(values),
+            tl.trans(mask),
+        )
     if x.dtype == out.dtype:
         tl.store(out + offsets, values, mask=mask)
     else:
-        update_amax(amax, slot, store(out, offsets, values.to(tl.float32), mask, scale, slot, True), True)
+        update_amax(
+            amax, slot, store(out, offsets, values.to(tl.float32), mask, scale, slot, True), True
+        )
 
 
 class Fp8Scales:
-    """The scales of a model's FP8 tensors. Each linear layer in a block has three: INPUT, WEIGHT and
-    GRAD_OUTPUT.
+    """The scales of a model's FP8 tensors. Each linear layer in a block has three: INPUT, WEIGHT
+    and GRAD_OUTPUT.
 
     mode is the present micro-step's. n_layers: linear layers in all blocks.
     """
@@ -117,28 +139,31 @@ class Slot:
         return self.scales.inverse[self.first + which, 0]
 
 
-def empty_output(
-    slot: Slot | None, which: int, like: Tensor, shape: tuple
-) -> tuple[Tensor, dict]:
-    """Return an empty tensor for a layer's INPUT or GRAD_OUTPUT, and the FP8 arguments of the kernel
-    that fills it.
+def empty_output(slot: Slot | None, which: int, like: Tensor, shape: tuple) -> tuple[Tensor, dict]:
+    """Return an empty tensor for a layer's INPUT or GRAD_OUTPUT, and the FP8 arguments of the
+    kernel that fills it.
 
-    slot: of the layer, whose GEMMs are in FP8; None: the tensor is like `like`, and the arguments are
-    unused pointers.
+    slot: of the layer, whose GEMMs are in FP8; None: the tensor is like `like`, and the arguments
+    are unused pointers.
     """
     if slot is None:
         return like.new_empty(shape), {"amax": like, "scale": like, "slot": 0, "FP8": False}
     out = like.new_empty(shape, dtype=FP8_DTYPES[which])
     scales = slot.scales
-    arguments = {"amax": scales.amax, "scale": scales.scale, "slot": slot.first + which, "FP8": True}
+    arguments = {
+        "amax": scales.amax,
+        "scale": scales.scale,
+        "slot": slot.first + which,
+        "FP8": True,
+    }
     return out, arguments
 
 
 def differentiable(ctx, out: Tensor, like: Tensor) -> tuple[Tensor, Tensor | None]:
     """Return (out, None) in the dtype of `like`, or (a tensor without memory, out) in FP8.
 
-    Autograd casts a gradient to its output's dtype, so an FP8 output needs another one that stands for
-    it.
+    Autograd casts a gradient to its output's dtype, so an FP8 output needs another one that stands
+    for it.
     """
     if out.dtype == like.dtype:
         return out, None
@@ -147,7 +172,8 @@ def differentiable(ctx, out: Tensor, like: Tensor) -> tuple[Tensor, Tensor | Non
 
 
 def cast(x: Tensor, slot: Slot, which: int, transpose: bool = False) -> Tensor:
-    """Return x (rows, C), which may be in FP8 already, in FP8: (rows, C), or (C, rows) with transpose."""
+    """Return x (rows, C), which may be in FP8 already, in FP8: (rows, C), or (C, rows) with
+    transpose."""
     rows, C = x.shape
     dtype = FP8_DTYPES[which]
     if x.dtype == dtype and not transpose:

@@ -14,7 +14,13 @@ from torch.utils.checkpoint import checkpoint
 from runtime.errors import UserError
 from runtime.hardware import attention_backends
 from runtime.kernels import fp8
-from runtime.kernels.block import AddBranch, LinearGelu, LinearNoBias, QKVProjection, ResidualLayerNorm
+from runtime.kernels.block import (
+    AddBranch,
+    LinearGelu,
+    LinearNoBias,
+    QKVProjection,
+    ResidualLayerNorm,
+)
 from runtime.kernels.edits import own_class
 from runtime.kernels.fit import blocks_of, fit, hooks_of_parts
 from runtime.kernels.linear import Casts
@@ -33,8 +39,8 @@ class BlockCasts:
 
 @dataclass(frozen=True, eq=False)
 class FusedBlocks:
-    """The blocks of a model that run on these kernels. In a bfloat16 model, parts of backward are in
-    float16, so the loss has to be scaled."""
+    """The blocks of a model that run on these kernels. In a bfloat16 model, parts of backward are
+    in float16, so the loss has to be scaled."""
 
     blocks: list[nn.Module]
     copies: list[Tensor]  # in float16, of these layers' weights
@@ -48,19 +54,21 @@ class FusedBlocks:
 
 
 def use_fused_blocks(model: nn.Module, use_fp8: bool = False, copies: bool = False) -> FusedBlocks:
-    """Make those blocks of a model that fit run on these kernels, and compile its loss. Modules change
-    class, as in fully_shard.
+    """Make those blocks of a model that fit run on these kernels, and compile its loss. Modules
+    change class, as in fully_shard.
 
-    copies: of a bfloat16 model, keep copies of attention's weights in float16, for copy_weights(). To
-    convert them at each use takes no memory, but 10% of GPT-2 XL's step at 1 x 32. Raises UserError if
-    use_fp8 is set and the blocks can't be chained.
+    copies: of a bfloat16 model, keep copies of attention's weights in float16, for copy_weights().
+    To convert them at each use takes no memory, but 10% of GPT-2 XL's step at 1 x 32. Raises
+    UserError if use_fp8 is set and the blocks can't be chained.
     """
     found = fit(model)
     way = ChainedBlock if found.no_chain is None else ClosedBlock
     blocks = list(dict.fromkeys(blocks_of(model)[i] for i in found.fused()))
     if use_fp8 and (found.no_chain or len(blocks) < len(blocks_of(model))):
         reason = found.no_chain or "a block runs twice"
-        raise UserError(f"fp8=True needs the blocks and GPT.forward of model.py ({reason}): drop it")
+        raise UserError(
+            f"fp8=True needs the blocks and GPT.forward of model.py ({reason}): drop it"
+        )
     head = getattr(model, "lm_head", None)
     if hasattr(head, "losses") and next(head.parameters()).is_cuda:
         compile_loss(head)
@@ -93,9 +101,13 @@ def float16_like(weight: Tensor) -> Tensor:
     return torch.empty_like(weight, dtype=torch.float16, requires_grad=False)
 
 
-def layernorm(layer, residual, branch=None, branch_bias=None, consumer=None, dtype=None, out_bias=None):
+def layernorm(
+    layer, residual, branch=None, branch_bias=None, consumer=None, dtype=None, out_bias=None
+):
     """Apply ResidualLayerNorm with the model's `layer`."""
-    return ResidualLayerNorm.apply(residual, branch, branch_bias, out_bias, layer.weight, layer.bias, consumer, dtype)
+    return ResidualLayerNorm.apply(
+        residual, branch, branch_bias, out_bias, layer.weight, layer.bias, consumer, dtype
+    )
 
 
 class FusedLayerNorm(nn.LayerNorm):
@@ -116,20 +128,33 @@ class FusedBlock(nn.Module):
     hooks_of_parts = ()
 
     def fused_attn_and_mlp(self, residual, branch=None, branch_bias=None, out_bias=None):
-        """Return (residual, branch) of (residual, branch, branch_bias). The branch is without its bias, mlp.c_proj's.
+        """Return (residual, branch) of (residual, branch, branch_bias). The branch is without its
+        bias, mlp.c_proj's.
         out_bias: that bias if AddBranch adds it."""
         attn, mlp, casts = self.attn, self.mlp, self.casts
-        dtype = torch.float16 if residual.dtype == torch.bfloat16 else residual.dtype  # of attention
+        # of attention
+        dtype = torch.float16 if residual.dtype == torch.bfloat16 else residual.dtype
         residual = residual.contiguous()
-        residual, normed, normed8 = layernorm(self.ln_1, residual, branch, branch_bias, casts.c_attn, dtype)
-        q, k, v = QKVProjection.apply(normed, normed8, attn.c_attn.weight, attn.c_attn.bias, attn.n_head, casts.c_attn)
-        with sdpa_kernel(attention_backends(q.device), set_priority=True) if q.is_cuda else nullcontext():
+        residual, normed, normed8 = layernorm(
+            self.ln_1, residual, branch, branch_bias, casts.c_attn, dtype
+        )
+        q, k, v = QKVProjection.apply(
+            normed, normed8, attn.c_attn.weight, attn.c_attn.bias, attn.n_head, casts.c_attn
+        )
+        with (
+            sdpa_kernel(attention_backends(q.device), set_priority=True)
+            if q.is_cuda
+            else nullcontext()
+        ):
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         y = y.transpose(1, 2).reshape(residual.shape)
         branch = LinearNoBias.apply(y, None, attn.c_proj.weight, casts.attn_c_proj)
-        residual, normed, normed8 = layernorm(self.ln_2, residual, branch, attn.c_proj.bias, casts.c_fc,
-                                              out_bias=out_bias)
-        g, g8 = LinearGelu.apply(normed, normed8, mlp.c_fc.weight, mlp.c_fc.bias, casts.c_fc, casts.mlp_c_proj)
+        residual, normed, normed8 = layernorm(
+            self.ln_2, residual, branch, attn.c_proj.bias, casts.c_fc, out_bias=out_bias
+        )
+        g, g8 = LinearGelu.apply(
+            normed, normed8, mlp.c_fc.weight, mlp.c_fc.bias, casts.c_fc, casts.mlp_c_proj
+        )
         return residual, LinearNoBias.apply(g, g8, mlp.c_proj.weight, casts.mlp_c_proj)
 
     def closed(self, x):
@@ -148,7 +173,8 @@ class ChainedBlock(FusedBlock):
 
     chained = True
 
-    def __call__(self, x, *args, **named):  # full backward hooks, which DeepSpeed uses, find no tensors in a tuple
+    # full backward hooks, which DeepSpeed uses, find no tensors in a tuple
+    def __call__(self, x, *args, **named):
         state = x if isinstance(x, tuple) else (x, None, None)
         return super().__call__(*state, *args, **named)
 
@@ -179,7 +205,12 @@ class ClosedBlock(FusedBlock):
 
     def takes(self, x):
         """Return whether the kernels fit an input, which may come from an edited GPT.forward."""
-        if any(self.hooks_of_parts) or torch.is_autocast_enabled(x.device.type) or x.dim() != 3 or not x.numel():
+        if (
+            any(self.hooks_of_parts)
+            or torch.is_autocast_enabled(x.device.type)
+            or x.dim() != 3
+            or not x.numel()
+        ):
             return False
         return x.dtype == self.ln_1.weight.dtype and x.size(-1) == self.ln_1.normalized_shape[0]
 

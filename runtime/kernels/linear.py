@@ -1,4 +1,5 @@
-"""The GEMMs of a linear layer in the fused blocks, y = x @ weight.T + bias, and of its gradients."""
+"""The GEMMs of a linear layer in the fused blocks, y = x @ weight.T + bias, and of its
+gradients."""
 
 from dataclasses import dataclass
 
@@ -14,8 +15,8 @@ from runtime.loss import addmm_fp32
 class Casts:
     """A layer's weight in other dtypes, for its GEMMs.
 
-    in_float16: a copy, of the present weight once FusedBlocks.copy_weights() was called; None: convert
-    the weight at each use. slot: where the scales of its tensors are; None: no FP8.
+    in_float16: a copy, of the present weight once FusedBlocks.copy_weights() was called; None:
+    convert the weight at each use. slot: where the scales of its tensors are; None: no FP8.
     """
 
     in_float16: Tensor | None = None
@@ -33,7 +34,8 @@ class Casts:
 def linear(
     x: Tensor, weight: nn.Parameter, casts: Casts, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """Return x (..., in) @ weight.T (in, out) + bias in dtype: the forward GEMM. x may be in FP8."""
+    """Return x (..., in) @ weight.T (in, out) + bias in dtype: the forward GEMM. x may be in
+    FP8."""
     if bias is not None:
         bias = bias.to(dtype)
     if casts.use_fp8():

@@ -1,15 +1,15 @@
 """Prove that a micro-step of an edited model is the same each time, as a CUDA graph repeats it.
 
-A graph repeats the kernels of one micro-step. It would also repeat what Python chose in it. So the proof
-reads the source of GPT.forward and of all that it calls, and follows what each value can be
+A graph repeats the kernels of one micro-step. It would also repeat what Python chose in it. So the
+proof reads the source of GPT.forward and of all that it calls, and follows what each value can be
 (steady_values.py). A micro-step is steady if
 
-  - `if`, `while` and loops depend on what is fixed: shapes, None, attributes that are numbers or strings
-  - it calls only PyTorch's functions of steady_names.py, modules, and functions that are steady
-  - it changes nothing that it also reads
+  - `if`, `while` and loops depend on what is fixed: shapes, None, attributes that are numbers or
+  strings - it calls only PyTorch's functions of steady_names.py, modules, and functions that are
+  steady - it changes nothing that it also reads
 
-Whatever isn't known isn't steady. The attributes that a proof takes for fixed are watched while training
-(engine/guards.py): a loop may change them.
+Whatever isn't known isn't steady. The attributes that a proof takes for fixed are watched while
+training (engine/guards.py): a loop may change them.
 """
 
 import ast
@@ -35,7 +35,8 @@ from runtime.kernels.steady_values import (
     key_of,
 )
 
-METHODS = {"forward", "forward_uncached", "attn_and_mlp", "logits", "losses"}  # of the modules of model.py
+# of the modules of model.py
+METHODS = {"forward", "forward_uncached", "attn_and_mlp", "logits", "losses"}
 MOST_ROUNDS = 10  # through a loop, until it adds nothing to what names can be
 
 
@@ -61,7 +62,8 @@ def varying_part(gpt: nn.Module) -> str | None:
 
 
 def why_varies(gpt: nn.Module) -> str | None:
-    """Return why the functions of an edited model may do something else in another micro-step, or None."""
+    """Return why the functions of an edited model may do something else in another micro-step, or
+    None."""
     judge = Judge()
     try:
         judge.call_training(gpt)
@@ -84,7 +86,8 @@ class Judge(Expressions):
         self.call_modules([gpt], [DATA, DATA], named)
 
     def check_writes(self) -> None:
-        """Raise NotSteady if an attribute that is set is also read: it may be that of a step before."""
+        """Raise NotSteady if an attribute that is set is also read: it may be that of a step
+        before."""
         for name, place in self.written.items():
             if name in self.read:
                 raise NotSteady(f"{place}: sets {name}, which a forward also reads")
@@ -102,8 +105,8 @@ class Judge(Expressions):
         return join(*returned) if returned else NONE
 
     def run(self, body: list[ast.stmt], env: dict[str, Value]) -> bool:
-        """Read statements, and change env as they do. Return whether they surely end the function or
-        the round of a loop."""
+        """Read statements, and change env as they do. Return whether they surely end the function
+        or the round of a loop."""
         for statement in body:
             self.at = statement
             try:
@@ -238,7 +241,9 @@ class Judge(Expressions):
     def set_attribute(self, target: ast.Attribute, value: Value, env: dict) -> None:
         """Accept a tensor that nothing reads, such as a metric, or a value that is set once."""
         owner = self.value(target.value, env)
-        if not isinstance(owner, Objects) or not all(isinstance(o, nn.Module) for o in owner.objects):
+        if not isinstance(owner, Objects) or not all(
+            isinstance(o, nn.Module) for o in owner.objects
+        ):
             raise NotSteady(f"sets {target.attr} of something that is no module")
         is_set_once = target.attr in self.lazy and is_fixed(value)
         if is_set_once:

@@ -35,7 +35,14 @@ from runtime.kernels.steady_values import (
 )
 
 # Their results depend on their arguments alone
-CONTEXTS = (contextlib.nullcontext, torch.no_grad, torch.enable_grad, torch.autocast, sdpa_kernel, attention_backends)
+CONTEXTS = (
+    contextlib.nullcontext,
+    torch.no_grad,
+    torch.enable_grad,
+    torch.autocast,
+    sdpa_kernel,
+    attention_backends,
+)
 SEQUENCES = (list, tuple, reversed)
 WAITS = "which waits for the GPU, or is not known to be the same each time"
 
@@ -44,13 +51,15 @@ class Calls:
     """Follows calls. What is common to all of them is here."""
 
     def __init__(self) -> None:
-        self.functions: list[tuple[FunctionType, ast.FunctionDef]] = []  # in which this is, the innermost last
+        # in which this is, the innermost last
+        self.functions: list[tuple[FunctionType, ast.FunctionDef]] = []
         self.returned: list[list[Value]] = []  # by each of them
         self.known: dict[object, Value] = {}  # what calls that have been read return
         self.open: set[object] = set()  # calls that are being read
         self.read: set[str] = set()  # attributes of modules
         self.written: dict[str, str] = {}  # {attribute of a module: where it is set}
-        self.lazy: list[str | None] = []  # attributes that are None in the branches in which this is
+        # attributes that are None in the branches in which this is
+        self.lazy: list[str | None] = []
         self.at: ast.AST | None = None
 
     def place(self) -> str:
@@ -69,7 +78,9 @@ class Calls:
 
     # Calls
 
-    def call(self, callee: Value, args: list[Value], named: dict[str, Value], node: ast.Call) -> Value:
+    def call(
+        self, callee: Value, args: list[Value], named: dict[str, Value], node: ast.Call
+    ) -> Value:
         """Return what a call returns. node: for what only the source tells."""
         if callee in (NONE, ABSENT):
             return DATA  # a call that isn't made: the attribute is None
@@ -91,7 +102,9 @@ class Calls:
             found.append(self.call_modules(modules, args, named))
         return join(*found)
 
-    def call_one(self, function: object, args: list[Value], named: dict[str, Value], node: ast.Call) -> Value:
+    def call_one(
+        self, function: object, args: list[Value], named: dict[str, Value], node: ast.Call
+    ) -> Value:
         """Return what a function or a class returns."""
         text = ast.unparse(node.func)
         if not isinstance(function, (FunctionType, BuiltinFunctionType, type)):
@@ -107,7 +120,10 @@ class Calls:
             return self.call_loss(function, args)
         if is_torch_function(function):
             return self.call_torch(function.__name__, args, named, node)
-        if getattr(math, getattr(function, "__name__", ""), None) is function or function in names.BUILTINS:
+        if (
+            getattr(math, getattr(function, "__name__", ""), None) is function
+            or function in names.BUILTINS
+        ):
             return self.call_fixed(text, args, named)
         if function in (enumerate, zip, range, sum, isinstance, *SEQUENCES):
             return self.call_builtin(function, args, named)
@@ -143,7 +159,9 @@ class Calls:
             return Items()
         return Items([item_of(args[0])], is_exact=False)
 
-    def call_torch(self, name: str, args: list[Value], named: dict[str, Value], node: ast.Call) -> Value:
+    def call_torch(
+        self, name: str, args: list[Value], named: dict[str, Value], node: ast.Call
+    ) -> Value:
         """Return what a function of torch or torch.nn.functional returns."""
         if name in names.FIXED_FUNCTIONS:
             return FIXED
@@ -165,7 +183,9 @@ class Calls:
             raise NotSteady(f"calls .{name}(), {WAITS}")
         self.check_arguments(name, args, named)
         if name == "to" and any(value not in (DEVICE, DATA) for value in (*args, *named.values())):
-            raise NotSteady("calls .to() with something that is no dtype and of no tensor, so maybe the CPU")
+            raise NotSteady(
+                "calls .to() with something that is no dtype and of no tensor, so maybe the CPU"
+            )
         return DATA
 
     def check_arguments(self, name: str, sizes: list[Value], named: dict[str, Value]) -> None:
@@ -202,7 +222,9 @@ class Calls:
             self.call_function(method.__func__, [Objects((module,)), DATA, DATA], {})
         return DATA
 
-    def call_modules(self, modules: list[nn.Module], args: list[Value], named: dict[str, Value]) -> Value:
+    def call_modules(
+        self, modules: list[nn.Module], args: list[Value], named: dict[str, Value]
+    ) -> Value:
         """Return what modules return. Those of one class are read together."""
         by_forward: dict[FunctionType, list[nn.Module]] = {}
         found: list[Value] = []
@@ -239,8 +261,11 @@ class Calls:
             value = self.call_modules([part], [value], {})
         return value
 
-    def call_function(self, function: FunctionType, args: list[Value], named: dict[str, Value]) -> Value:
-        """Return what a function that isn't PyTorch's returns. Each is read once per kinds of arguments."""
+    def call_function(
+        self, function: FunctionType, args: list[Value], named: dict[str, Value]
+    ) -> Value:
+        """Return what a function that isn't PyTorch's returns. Each is read once per kinds of
+        arguments."""
         names_of = tuple(sorted((name, key_of(value)) for name, value in named.items()))
         key = (function, tuple(map(key_of, args)), names_of)
         if key in self.known:
@@ -256,7 +281,9 @@ class Calls:
         self.at = at
         return copied(self.known[key])
 
-    def bind(self, function: FunctionType, args: list[Value], named: dict[str, Value]) -> dict[str, Value]:
+    def bind(
+        self, function: FunctionType, args: list[Value], named: dict[str, Value]
+    ) -> dict[str, Value]:
         """Return {parameter: Value} of a call. Raises NotSteady if the arguments don't fit."""
         signature = inspect.signature(function)
         try:
@@ -278,10 +305,14 @@ class Calls:
             elif is_plain(parameter.default) and not isinstance(parameter.default, (list, dict)):
                 env[name] = FIXED
             else:
-                raise NotSteady(f"{function.__qualname__} has a default value of {name} that may change")
+                raise NotSteady(
+                    f"{function.__qualname__} has a default value of {name} that may change"
+                )
         return env
 
-    def call_super(self, name: str, env: dict[str, Value], args: list[Value], named: dict[str, Value]) -> Value:
+    def call_super(
+        self, name: str, env: dict[str, Value], args: list[Value], named: dict[str, Value]
+    ) -> Value:
         """Return what super().name(...) returns in the function in which this is."""
         function, _ = self.functions[-1]
         free = function.__code__.co_freevars

@@ -149,7 +149,10 @@ class Expressions(Calls):
         self.check_index(node.slice, env)
         constant = node.slice.value if isinstance(node.slice, ast.Constant) else None
         if isinstance(whole, Objects):
-            if all(isinstance(thing, nn.ModuleDict) for thing in whole.objects) and type(constant) is str:
+            if (
+                all(isinstance(thing, nn.ModuleDict) for thing in whole.objects)
+                and type(constant) is str
+            ):
                 return Objects(tuple(thing[constant] for thing in whole.objects))
             if isinstance(node.slice, ast.Slice):
                 return Items([item_of(whole)], is_exact=False)
@@ -163,14 +166,20 @@ class Expressions(Calls):
         return whole
 
     def check_index(self, node: ast.expr, env: dict) -> None:
-        """Raise NotSteady if a tensor is an index: the size of the result may depend on its numbers."""
+        """Raise NotSteady if a tensor is an index: the size of the result may depend on its
+        numbers."""
         for part in node.elts if isinstance(node, ast.Tuple) else [node]:
             bounds = [part]
             if isinstance(part, ast.Slice):
-                bounds = [bound for bound in (part.lower, part.upper, part.step) if bound is not None]
+                bounds = [
+                    bound for bound in (part.lower, part.upper, part.step) if bound is not None
+                ]
             for bound in bounds:
                 if not is_fixed(self.value(bound, env)):
-                    raise NotSteady(f"`[{ast.unparse(node)}]` takes a number of items that may depend on the data")
+                    raise NotSteady(
+                        f"`[{ast.unparse(node)}]` takes a number of items that may depend on the "
+                        "data"
+                    )
 
     def value_BinOp(self, node: ast.BinOp, env: dict) -> Value:
         return self.combine(self.value(node.left, env), self.value(node.right, env))

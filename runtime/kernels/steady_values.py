@@ -22,7 +22,8 @@ from torch.nn.attention import SDPBackend
 from runtime.kernels.edits import is_pytorchs, own_class
 
 PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, SDPBackend)
-PYTHON_MODULES = ("torch", "math", "contextlib")  # whose functions have no state, but see steady_names.py
+# whose functions have no state, but see steady_names.py
+PYTHON_MODULES = ("torch", "math", "contextlib")
 CALLABLE = (FunctionType, MethodType, BuiltinFunctionType, type)
 
 
@@ -63,8 +64,9 @@ class Objects:
 
 @dataclass
 class Items:
-    """The items of a tuple or a list. is_exact: there are as many of them, in this order. named: those
-    of a dict whose keys are written in the code. is_own: of the function that is being read."""
+    """The items of a tuple or a list. is_exact: there are as many of them, in this order. named:
+    those of a dict whose keys are written in the code. is_own: of the function that is being
+    read."""
 
     values: list = field(default_factory=list)
     is_exact: bool = True
@@ -92,7 +94,8 @@ def is_plain(value: object) -> bool:
 
 
 def value_of(thing: object, what: str) -> Value:
-    """Return the Value of an attribute or a global. Raises NotSteady if it isn't of a known kind."""
+    """Return the Value of an attribute or a global. Raises NotSteady if it isn't of a known
+    kind."""
     if thing is None:
         return ABSENT
     if isinstance(thing, torch.dtype):
@@ -122,7 +125,9 @@ def join(*values: Value) -> Value:
     objects = [value for value in known if isinstance(value, Objects)]
     if objects:
         if any(value is not NONE and not isinstance(value, Objects) for value in known):
-            raise NotSteady("a name is a module or a function at one time, and something else at another")
+            raise NotSteady(
+                "a name is a module or a function at one time, and something else at another"
+            )
         things = {id(thing): thing for value in objects for thing in value.objects}
         return Objects(tuple(things.values()))
     if any(isinstance(value, Items) for value in known):
@@ -135,7 +140,8 @@ def join(*values: Value) -> Value:
 
 
 def join_items(all_items: Sequence[Items]) -> Items:
-    """Return Items that hold what any of these hold. To change it would change one of several lists."""
+    """Return Items that hold what any of these hold. To change it would change one of several
+    lists."""
     first = all_items[0]
     if all(items is first for items in all_items):
         return first
@@ -164,8 +170,8 @@ def item_of(value: Value) -> Value:
 
 
 def copied(value: Value, lent: bool = False) -> Value:
-    """Return a value whose lists are other ones. lent: as another function gets it, which may not change
-    the lists of its caller."""
+    """Return a value whose lists are other ones. lent: as another function gets it, which may not
+    change the lists of its caller."""
     if not isinstance(value, Items):
         return value
     values = [copied(part, lent) for part in value.values]
@@ -181,8 +187,8 @@ def is_fixed(value: Value) -> bool:
 
 
 def attribute(thing: object, name: str) -> object:
-    """Return an attribute of an object as it is, without running code. Raises NotSteady if that isn't
-    possible. A property is returned as a method, to be called."""
+    """Return an attribute of an object as it is, without running code. Raises NotSteady if that
+    isn't possible. A property is returned as a method, to be called."""
     if isinstance(thing, ModuleType):
         if thing.__name__.partition(".")[0] not in PYTHON_MODULES:
             raise NotSteady(f"uses {thing.__name__}, which may return something else each time")
@@ -190,7 +196,9 @@ def attribute(thing: object, name: str) -> object:
     kind = type(thing)
     is_known = isinstance(thing, nn.Module) or is_dataclass(thing)
     if isinstance(thing, type) or not is_known:
-        raise NotSteady(f"reads {name} of {getattr(thing, '__name__', kind.__name__)}, which may change")
+        raise NotSteady(
+            f"reads {name} of {getattr(thing, '__name__', kind.__name__)}, which may change"
+        )
     static = inspect.getattr_static(kind, name, None)
     if isinstance(static, property):
         return MethodType(static.fget, thing)
@@ -211,7 +219,9 @@ def is_torch_function(function: object) -> bool:
     """Return whether a function is one of PyTorch, not one that somebody put in its place."""
     if isinstance(function, FunctionType):
         return function.__globals__.get("__name__", "").split(".")[0] == "torch"
-    return isinstance(function, BuiltinFunctionType) and (function.__module__ or "").startswith("torch")
+    return isinstance(function, BuiltinFunctionType) and (function.__module__ or "").startswith(
+        "torch"
+    )
 
 
 def is_layer(module: nn.Module) -> bool:
