@@ -6,12 +6,10 @@ block's gradients when its backward ends, so a block has to run once, with param
 and to have a backward.
 """
 
-from typing import NoReturn
-
 import torch
 from torch import nn
 
-from runtime.cluster.ranks import all_gather_scalars, exit_together
+from runtime.cluster.ranks import all_gather_scalars
 from runtime.errors import UserError
 
 ADVICE = (
@@ -50,7 +48,7 @@ class Lockstep:
         for block in self.blocks:
             params = set(block.parameters())
             if params & seen:
-                self.refuse(f"blocks of the model share parameters, {ADVICE}")
+                raise UserError(f"blocks of the model share parameters, {ADVICE}")
             seen |= params
 
     def begin(self, model: nn.Module, inputs: tuple) -> None:
@@ -62,7 +60,7 @@ class Lockstep:
         """Check that block i may run now."""
         self.compare(i)
         if i in self.ran:
-            self.refuse(f"block {i} of the model runs twice in a forward, {ADVICE}")
+            raise UserError(f"block {i} of the model runs twice in a forward, {ADVICE}")
         self.ran.add(i)
 
     def after_block(self, i: int, outputs: object) -> None:
@@ -94,14 +92,7 @@ class Lockstep:
             return
         blocks = {number for (number,) in all_gather_scalars(i)}
         if len(blocks) > 1:
-            self.refuse(f"the ranks run different blocks of the model, {ADVICE}")
-
-    def refuse(self, message: str) -> NoReturn:
-        """Raise UserError, or exit with all ranks, which print a message once. All ranks call this
-        for the same reason."""
-        if self.world_size > 1:
-            exit_together([message])
-        raise UserError(message)
+            raise UserError(f"the ranks run different blocks of the model, {ADVICE}")
 
 
 def is_trained(module: nn.Module) -> bool:
