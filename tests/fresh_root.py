@@ -193,7 +193,7 @@ def try_demo(root, group):
 
 def try_tests(root, group):
     """Install, and run the tests as the user. Return their last line and what failed."""
-    in_root(root, "bash -c 'source runtime/venv.sh'", group)
+    in_root(root, "./install.sh", group)
     code, lines, seconds = in_root(root, "./run_tests.sh", group)
     noted = [line for line in lines if line.startswith(("FAILED", "ERROR", "SKIPPED"))]
     return {

@@ -78,3 +78,13 @@ def test_a_checkpoint_from_before_the_release_resumes_and_samples(train, tmp_pat
 
     sample = launch("sample.py", f"--out_dir={out_dir}", "--tag=iter_2", "--num_samples=1", "--max_new_tokens=9")
     assert len(done(sample).stdout.strip()) > 9
+
+
+def test_install_sh_installs_and_does_nothing_else():
+    """Here the environment is there. tests/test_shell.py has what runtime/venv.sh does otherwise."""
+    env = {**os.environ, "PYTHON": sys.executable}
+    ready = subprocess.run([ROOT / "install.sh"], env=env, cwd="/", capture_output=True, text=True)
+    assert ready.returncode == 0 and ready.stderr == ""
+    assert re.fullmatch(r"setup: ready: \S+\n|setup: ready: source \S+/activate\n", ready.stdout)
+    wrong = subprocess.run([ROOT / "install.sh", "--cpu"], env=env, capture_output=True, text=True)
+    assert (wrong.returncode, wrong.stderr) == (2, "install.sh takes no argument: run ./install.sh\n")
