@@ -2,6 +2,8 @@
 
     python plot.py out-shakespeare-xl-deepspeed     writes curves.png to that folder
     python plot.py out-a out-b --png=compare.png    one color per run
+    python plot.py out-a --report                   writes report.html to that folder, to be opened
+                                                    in a browser, also offline
 
 It also works during a run. A folder without records ends it with exit code 2."""
 
@@ -14,10 +16,13 @@ import statistics
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from configurator import settings_of_script
 from runtime.files import ROOT, write_atomic
 from runtime.monitor.history import read_history, series
+from runtime.monitor.report import report_html
 from runtime.output import exit_on_error, exit_with_error
 from runtime.paths import expand_path
+from runtime.untrusted import open_regular, parse_json
 from runtime.version import version_line
 
 
@@ -39,6 +44,7 @@ PANELS = {  # by the key of a record
 }
 # Per line. Longer runs are drawn as means of groups, with their minimum and maximum
 MAX_POINTS = 400
+MAX_SETTINGS_BYTES = 10**7
 
 
 class Group(NamedTuple):
@@ -67,6 +73,11 @@ def main() -> None:
         type=expand_path,
         help="output file; default: curves.png in the first folder",
     )
+    parser.add_argument(
+        "--report",
+        action="store_true",
+        help="write report.html, with the curves, settings, evaluations and samples of one run",
+    )
     parser.add_argument("--version", action="version", version=version_line())
     args = parser.parse_args()
 
@@ -80,8 +91,14 @@ def main() -> None:
         why = "has no complete record: check the folder's name, or wait for the first evaluation"
         exit_with_error("\n".join(f"{name}/history.jsonl {why}" for name in empty))
 
+    if args.report:
+        if len(runs) > 1 or args.png:
+            exit_with_error("--report is of one run: name one folder, and leave --png out")
+        write_report(*runs.popitem())
+        return
+
     # Draw first: a picture that can't be drawn must not replace one that is there
-    picture = draw_png(runs)
+    picture = draw(runs, "png")
     path = args.png or os.path.join(args.out_dirs[0], "curves.png")
     try:
         if args.png:
@@ -92,6 +109,31 @@ def main() -> None:
         exit_with_error(
             f"{path} cannot be written ({error.strerror}): choose another with --png=FILE"
         )
+    print(f"written to {path}")
+
+
+def write_report(out_dir: str, history: list[dict]) -> None:
+    """Write a run's report.html into its folder."""
+    path = os.path.join(out_dir, "settings.json")
+    try:
+        with open_regular(path, MAX_SETTINGS_BYTES, follow_links=False) as file:
+            settings = parse_json(file.read().decode())
+    except (OSError, ValueError) as error:
+        exit_with_error(f"{path} cannot be read ({error}): a run writes it when it starts")
+    if not isinstance(settings, dict) or not isinstance(settings.get("settings"), dict):
+        exit_with_error(f"{path} is not what a run writes: it has no settings")
+    defaults = vars(settings_of_script(os.path.join(ROOT, "train_deepspeed.py"), []))
+
+    # The curves, without what matplotlib writes before the element
+    svg = draw({out_dir: history}, "svg").decode()
+    picture = svg[svg.index("<svg") :]
+    name = os.path.basename(os.path.abspath(out_dir))
+    text = report_html(name, history, settings, defaults, picture)
+    path = os.path.join(out_dir, "report.html")
+    try:
+        write_atomic(path, text)
+    except OSError as error:
+        exit_with_error(f"{path} cannot be written ({error.strerror}): check permissions and space")
     print(f"written to {path}")
 
 
@@ -113,7 +155,7 @@ def downsample(points: list[tuple[int, float]]) -> list[Group]:
     return groups
 
 
-def draw(axis: Any, runs: dict[str, list[dict]], key: str) -> None:
+def draw_panel(axis: Any, runs: dict[str, list[dict]], key: str) -> None:
     """Draw one panel: a line per run, and for the loss also its evaluations.
 
     axis: matplotlib's. runs: {name: history}.
@@ -181,8 +223,8 @@ def draw_evaluations(axis: Any, history: list[dict], color: str) -> None:
     )
 
 
-def draw_png(runs: dict[str, list[dict]]) -> bytes:
-    """Draw all panels into one picture, and return it as a PNG file."""
+def draw(runs: dict[str, list[dict]], form: str) -> bytes:
+    """Draw all panels into one picture, and return it as a file. form: png or svg."""
     # From the project's folder: matplotlib also reads a matplotlibrc in the working directory
     with contextlib.chdir(ROOT):
         from matplotlib.figure import Figure
@@ -193,7 +235,7 @@ def draw_png(runs: dict[str, list[dict]]) -> bytes:
         axis.grid(color="black", alpha=0.12)
         axis.set_xlabel("iteration")
         axis.xaxis.get_major_locator().set_params(integer=True)
-        draw(axis, runs, key)
+        draw_panel(axis, runs, key)
 
     # The legend, with as many columns as the longest name leaves room for. matplotlib hides a name
     # that begins with _, and takes what is between two $ as a formula
@@ -203,7 +245,7 @@ def draw_png(runs: dict[str, list[dict]]) -> bytes:
     figure.legend(axis.lines, names, loc="outside upper left", ncols=columns)
 
     picture = io.BytesIO()
-    figure.savefig(picture, format="png", dpi=120)
+    figure.savefig(picture, format=form, dpi=120)
     return picture.getvalue()
 
 

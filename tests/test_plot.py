@@ -26,7 +26,7 @@ def write_run(folder, *lines):
 def panel(history, key):
     """Return the axes of one panel with one run."""
     axes = Figure().subplots()
-    plot.draw(axes, {"a": history}, key)
+    plot.draw_panel(axes, {"a": history}, key)
     return axes
 
 

@@ -296,5 +296,5 @@ def test_a_job_refuses_a_tag_to_which_each_restart_would_return(tmp_path):
 def test_a_job_without_an_environment_says_how_to_make_it():
     env = {**os.environ, "PYTHON": "/nowhere/python", "SLURM_JOB_ID": "7"}
     job = subprocess.run(["bash", "examples/slurm/train_xl.sbatch"], cwd=ROOT, env=env, capture_output=True, text=True)
-    assert job.returncode == 2 and job.stderr == ("train_xl.sbatch: /nowhere/python does not exist: run ./install.sh, or "
-                                                  "set PYTHON\n")
+    assert job.returncode == 2
+    assert job.stderr == "train_xl.sbatch: /nowhere/python does not exist: run ./install.sh, or set PYTHON\n"
