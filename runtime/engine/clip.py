@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -11,7 +12,7 @@ class Clip:
 
     norm: of all ranks' gradients, without the loss scale, a scalar on their device. inverse_scale:
     of the loss scale that the gradients have in them. max_norm: to clip to; infinite: don't clip.
-    skip_above: skip the step unless the norm is below it.
+    skip_above: skip the step unless the norm is below it; a value of in_float32().
     """
 
     norm: Tensor
@@ -26,3 +27,9 @@ class Clip:
     def applies(self) -> Tensor:
         """Return whether the step is made, a scalar on the device."""
         return self.norm < self.skip_above
+
+
+def in_float32(limit: float) -> float:
+    """Return the float32 nearest to a limit, which is what a norm on the device is compared with. A
+    comparison in Python's float64 could say otherwise."""
+    return torch.tensor(limit, dtype=torch.float32).item()

@@ -18,7 +18,7 @@ import torch
 
 from runtime.engine.adamw import step_by_kernel, step_by_pytorch
 from runtime.engine.any_optimizer import is_adamw, step_by_itself
-from runtime.engine.clip import Clip
+from runtime.engine.clip import Clip, in_float32
 from runtime.engine.compact import placeholder
 from runtime.engine.compact_adamw import step_by_kernel as step_compact_by_kernel
 from runtime.engine.compact_adamw import step_by_pytorch as step_compact_by_pytorch
@@ -108,7 +108,8 @@ class OurStep:
         copied = torch.cuda.current_stream().record_event() if norm.is_cuda else None
 
         # The update, or nothing if the norm is too large
-        clip = Clip(norm, 1 / scale, layout.max_norm, wanted.skip_above)
+        limit = in_float32(wanted.skip_above)
+        clip = Clip(norm, 1 / scale, layout.max_norm, limit)
         if self.has_own_step:
             step_by_itself(layout.optimizer, layout.shards, clip)
         else:
@@ -119,7 +120,7 @@ class OurStep:
 
         if copied:
             copied.synchronize()
-        applied = norm_on_cpu.item() < wanted.skip_above
+        applied = norm_on_cpu.item() < limit
         layout.publish(norm_on_cpu.item(), applied)
         return Report(norm_on_cpu.item(), applied)
 

@@ -11,7 +11,7 @@ from conftest import ROOT
 from runtime.engine import offload
 from runtime.engine.adamw import step_by_pytorch
 from runtime.engine.any_optimizer import step_by_itself
-from runtime.engine.clip import Clip
+from runtime.engine.clip import Clip, in_float32
 from runtime.engine.grad_sink import GradSink, set_sink, take_grad
 from runtime.engine.shard import Piece, Place, Shard, pieces_of
 
@@ -115,6 +115,15 @@ def test_a_clip_without_a_limit_only_takes_the_loss_scale_away():
     assert Clip(torch.tensor(3.0), 0.25, math.inf, math.inf).factor() == 0.25
     assert Clip(torch.tensor(4.0), 0.25, 1.0, math.inf).factor().item() == pytest.approx(1 / 16, rel=1e-6)
     assert not Clip(torch.tensor(math.nan), 1.0, 1.0, math.inf).applies()
+
+
+@pytest.mark.parametrize("factor, made", [(1 + 1e-9, False), (1 + 1e-6, True), (math.inf, True)])
+def test_the_device_and_python_compare_a_norm_with_the_same_limit(factor, made):
+    """The first limit is above the norm in float64 alone."""
+    norm = torch.tensor(0.7)
+    limit = in_float32(norm.item() * factor)
+    assert Clip(norm, 1.0, math.inf, limit).applies().item() is made
+    assert (norm.item() < limit) is made
 
 
 def test_pieces_of_a_rank_make_up_the_parameters():
