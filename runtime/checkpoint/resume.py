@@ -26,13 +26,18 @@ class Start(Protocol):
 
 
 def newest_intact(
-    store: TagStore, start: Start, resume_tag: str = "latest", overwrite: bool = False
+    store: TagStore,
+    start: Start,
+    resume_tag: str = "latest",
+    overwrite: bool = False,
+    share: tuple[int, int] | None = None,
 ) -> tuple[Tag | None, list[str]]:
     """Return (the newest Tag that every rank finds intact, the names of newer, corrupt ones).
 
     The first is None if the run doesn't resume. resume_tag: the one tag to check, or "latest" for
-    all. A tag that can't be read ends the run, because an older one would lose work. So does it if
-    there is no intact one. All ranks call it.
+    all. share: (number of this rank, of ranks) that share the hashing; None: all ranks. If each
+    node may have its own files, it is a node's ranks. A tag that can't be read ends the run, because
+    an older one would lose work. So does it if there is no intact one. All ranks call it.
     """
     # List again on rank 0: the previous run may have saved since, and other machines may see that
     # later
@@ -52,7 +57,7 @@ def newest_intact(
     names = [resume_tag]
     if resume_tag == "latest" and newest_first:
         names = newest_first
-    tag, corrupt = first_intact(store, names)
+    tag, corrupt = first_intact(store, names, share or (RANK, dist.get_world_size()))
     if tag is None:
         problems = [problem for problems in corrupt.values() for problem in problems]
         exit_together([*problems, f"nothing to resume from: {OTHER_TAG}"])
@@ -69,7 +74,7 @@ def newest_intact(
 
 
 def first_intact(
-    store: TagStore, names: Iterable[str]
+    store: TagStore, names: Iterable[str], share: tuple[int, int]
 ) -> tuple[Tag | None, dict[str, list[str]]]:
     """Return (the first of these tags that is intact, {corrupt tag before it: its problems}).
 
@@ -77,7 +82,7 @@ def first_intact(
     """
     corrupt: dict[str, list[str]] = {}
     for name in names:
-        tag, unreadable, problems = inspect(store, name)
+        tag, unreadable, problems = inspect(store, name, share)
         exit_together(unreadable)
 
         # The problems of all ranks, each once. A dict keeps the order
@@ -91,12 +96,14 @@ def first_intact(
     return None, corrupt
 
 
-def inspect(store: TagStore, name: str) -> tuple[Tag | None, list[str], list[str]]:
+def inspect(
+    store: TagStore, name: str, share: tuple[int, int]
+) -> tuple[Tag | None, list[str], list[str]]:
     """Return (Tag, messages on what can't be read, messages on what is corrupt)."""
     try:
         tag = store.find(name)
         files = tag.manifest["files"]
-        problems = verify_files(store.path(name), files, RANK, dist.get_world_size())
+        problems = verify_files(store.path(name), files, *share)
     except OSError as error:
         return None, [str(UnreadableError.of(error, store.path(name)))], []
     except UnreadableError as error:

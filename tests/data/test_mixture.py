@@ -23,6 +23,13 @@ def counted(path):
     return digest(path)
 verify.file_digest = counted
 """
+TWO_NODES = """
+from runtime.cluster import ranks as of_cluster
+of_environment = of_cluster.ranks_from_environment
+def alone_on_a_node(*args):
+    return of_environment(*args)._replace(local_rank=0, local_world_size=1)
+of_cluster.ranks_from_environment = alone_on_a_node
+"""
 
 
 @pytest.fixture(scope="session")
@@ -124,3 +131,13 @@ def test_epochs(train):
     assert [r["lr"] for r in run.history if "lr" in r] == pytest.approx([1e-3, 2e-3 / 3, 1e-3 / 3])
     assert "561" not in run.stderr and sorted(run.losses) == [1, 2, 3]
     assert TagStore(run.out_dir).list() == [] and "saving" not in run.stdout  # by keep_last=0
+
+
+def test_a_node_with_an_out_dir_of_its_own_hashes_all_files(train):
+    """Each of two nodes with one rank. Where a run saves, the folder is shared, and so is the hashing."""
+    run = done(train("--max_iters=1"))
+    files = sorted(TagStore(run.out_dir).find("iter_1").manifest["files"])
+    for option, times in (("--eval_only=True", 2), ("--max_iters=2", 1)):
+        again = done(train(option, "--init_from=resume", out_dir=run.out_dir, ranks=2, plant=COUNT_HASHES + TWO_NODES))
+        hashed = re.findall(r"^hashed .*/iter_1/(.+)$", again.stdout, re.M)
+        assert sorted(hashed) == sorted(files * times)
