@@ -183,7 +183,8 @@ def record_of_run(folder: str, output: str, warmup: int) -> dict[str, Any]:
     mfu = None
     if counted[0]["mfu"]:
         mfu = statistics.median(step["mfu"] for step in counted)
-    stage = re.search(r"ZeRO-(\d) \(", output)[1]
+    stage = re.search(r"ZeRO-(\d) \(", output)
+    assert stage is not None  # each plan names it
     return {
         "hardware": run["hardware"],
         "versions": run["versions"],
@@ -195,7 +196,7 @@ def record_of_run(folder: str, output: str, warmup: int) -> dict[str, Any]:
         "mfu": mfu,
         "peak_gb": max(step["memory"] for step in steps) / 1e9,
         "first_step_s": steps[0]["first_step_s"],
-        "stage": int(stage),
+        "stage": int(stage[1]),
     }
 
 

@@ -294,6 +294,7 @@ def run_logged(command: list, env: dict) -> bool:
             errors="replace",
             close_fds=False,
         )
+        assert job.stdout is not None  # it is a pipe
         for line in job.stdout:
             log.write(line)
             progress.read(line)

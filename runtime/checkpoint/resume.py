@@ -61,6 +61,7 @@ def newest_intact(
     if tag is None:
         problems = [problem for problems in corrupt.values() for problem in problems]
         exit_together([*problems, f"nothing to resume from: {OTHER_TAG}"])
+    assert tag is not None  # or all ranks have ended
 
     # Tell what was chosen, and what was not
     for name, problems in corrupt.items():

@@ -61,7 +61,7 @@ class Staging:
             cudart = torch.cuda.cudart()
 
         # Give the old one back: unregistered, or CUDA would copy into freed pages
-        if self.pinned:
+        if cudart is not None and self.pinned:
             cudart.cudaHostUnregister(self.buffer.ctypes.data)
         self.buffer = np.empty(0, np.uint8)
         self.pinned = False

@@ -162,7 +162,7 @@ class TagStore:
         for name in self.newest_first():
             with contextlib.suppress(CheckpointError):
                 summary = self.summary(name)
-                if summary.improved:
+                if summary.improved and summary.best_val_loss is not None:
                     return name, summary.best_val_loss
         return None, math.inf
 
@@ -190,6 +190,7 @@ class TagStore:
 
         Raises UserError if another folder with checkpoints, or another run, has its place by now.
         """
+        assert self._lock is not None and self._folder is not None  # by lock()
         if is_lock_of(self._lock, self.out_dir):
             return
         is_other = True

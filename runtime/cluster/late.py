@@ -57,7 +57,8 @@ class LateNotice:
         )
 
     def missing(self, world_size: int) -> list[int]:
-        """Return the ranks that are not here yet."""
+        """Return the ranks that are not here yet, as the store knows them."""
+        assert self.store is not None
         return [rank for rank in range(world_size) if not self.store.check([f"here/{rank}"])]
 
     def wait_for_all(self, store: dist.Store, world_size: int, timeout_s: float) -> None:

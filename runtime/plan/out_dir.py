@@ -54,7 +54,7 @@ def check_out_dir(s: Any, start: Start | None, tag_bytes: int, notes: list[str])
             raise UserError(
                 f"{path} cannot be read and written: fix that, or choose another --out_dir=DIR"
             )
-    if s.keep_last and tag_bytes:
+    if s.keep_last and tag_bytes and start is not None:
         check_disk(s, start, tag_bytes)
 
 
@@ -70,6 +70,7 @@ def check_disk(s: Any, start: Start, tag_bytes: int) -> None:
     kept: dict[str, int] = {}
     first_iter = 0
     if start.kind == "resume":
+        assert start.tag is not None
         first_iter = store.iteration(start.tag)
         needed = {store.iteration(tag) for tag in (start.tag, "best", "final")}
         for tag in store.list():

@@ -102,6 +102,13 @@ def rest_of_line(line: bytes, file: BinaryIO, max_bytes: int) -> bytes:
     return b"".join(pieces)
 
 
+def after_spaces(text: str, at: int) -> int:
+    """Return the index of the first character from `at` that isn't white space."""
+    spaces = SPACES.match(text, at)
+    assert spaces is not None  # it matches an empty text, too
+    return spaces.end()
+
+
 def is_array_of_conversations(line: bytes) -> bool:
     """Return whether the file that begins with this line, or a part of it, is one array.
 
@@ -113,7 +120,7 @@ def is_array_of_conversations(line: bytes) -> bool:
     # Its first element is a message, or a conversation
     text = line[begin.end() :].decode(errors="replace")
     try:
-        first, _ = DECODER.raw_decode(text, SPACES.match(text).end())
+        first, _ = DECODER.raw_decode(text, after_spaces(text, 0))
     except (ValueError, RecursionError):
         return True
     return not (isinstance(first, dict) and NAMES_OF_ROLE & first.keys())
@@ -173,7 +180,7 @@ class Elements:
     def skip_to_next(self) -> str:
         """Skip white space, and return the next character, or "" at the end of the file."""
         while True:
-            self.at = SPACES.match(self.text, self.at).end()
+            self.at = after_spaces(self.text, self.at)
             if self.at < len(self.text):
                 return self.text[self.at]
             if not self.read(BLOCK_BYTES):

@@ -164,7 +164,7 @@ class Reader:
                 size = 0
 
         # All files were read to count what can't be used
-        if self.is_refused():
+        if self.chats is not None and self.is_refused():
             report = "\n".join(self.chats.report())
             raise UserError(f"{report}; or skip such conversations with --skip_unreadable")
         # The last document of each split ends, too
@@ -207,6 +207,7 @@ class Reader:
         After one that can't be used, the others are only read, to count such ones. split: the
         file's, or None.
         """
+        assert self.chats is not None  # with format=chat
         for place, record in inputs.read_conversations(file):
             # The hash is of all that was read, used or not
             place = f"{file}, {place}"
@@ -344,6 +345,7 @@ def encode(
         mask: Sequence[int] = []
         ids: Sequence[int | None] | np.ndarray = []
         if is_chat and text:
+            assert end is not None  # or the tokenizer was refused
             ids, mask = encode_conversation(json.loads(text), to_ids, end)
         elif text:
             ids = to_ids(text.decode())
