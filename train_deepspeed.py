@@ -74,6 +74,8 @@ gradient_accumulation_steps = 32  # micro-steps per GPU and iteration, as in Dee
 # over all GPUs)
 batch_size: int | Literal["auto"] = 1  # sequences per GPU and micro-step; auto: as many as fit,
 # with the same total
+batch_ramp: str | None = None  # smaller steps at first: "8@0, 16@0.1, 32@0.3" takes 8 sequences
+# per step, 16 after a tenth of all tokens, and then 32, the batch of the other settings
 block_size = 1024  # tokens per sequence
 # Model
 n_layer: int | None = None  # number of blocks; None: from the weights, or 12 from scratch
@@ -224,6 +226,7 @@ plan = plan_run(settings, ranks)
 # "auto": see execution and plan.paths
 settings = plan.settings
 batch = plan.batch
+ramp = plan.ramp  # of batches: how many sequences each step takes
 execution = plan.execution
 globals().update(vars(settings))  # from here on, each setting is a name of this script
 print0(summary(plan))
@@ -365,10 +368,12 @@ def get_lr(it: int) -> float:
         return learning_rate * (it + 1) / (warmup_iters + 1)
     if lr_schedule == "constant":
         return learning_rate
-    # 2) decay to the lowest, where it stays
+    # 2) decay to the lowest, where it stays, by the share of tokens
     decay_iters = max_iters if lr_decay_iters is None else lr_decay_iters
     lowest = learning_rate / 10 if min_lr is None else min_lr
-    progress = min(1.0, (it - warmup_iters) / max(1, decay_iters - warmup_iters))
+    decayed = ramp.sequences_before(it) - ramp.sequences_before(warmup_iters)
+    decay = ramp.sequences_before(decay_iters) - ramp.sequences_before(warmup_iters)
+    progress = min(1.0, decayed / max(1, decay))
     if lr_schedule == "linear":
         remaining = 1 - progress
     else:
@@ -538,7 +543,7 @@ while not finished() and not eval_only and exit_code is None:
         group["lr"] = lr * group.get("lr_ratio", 1)  # of a group with its own
 
     # one optimizer step
-    micro_steps = gradient_accumulation_steps  # a batch ramp changes this, and nothing else
+    micro_steps = ramp.size(iter_num) // batch.per_micro_step
     loss = torch.zeros((), device=device)
     for micro_batch in batches.next_step(micro_steps):
         loss += engine.micro_step(*micro_batch)  # forward and backward
@@ -550,6 +555,8 @@ while not finished() and not eval_only and exit_code is None:
     health.check(step, loss, iter_num)  # warns about a skipped step, a spike or norms that rise
     if iter_num % log_interval == 0 or iter_num == first_iter + 1 or at_end():
         share = steps_done(max_epochs) / max_iters  # of the run
+        if batch_ramp:
+            share = ramp.sequences_before(iter_num) / ramp.total
         log.step(
             iter_num, loss, lr, step, batches, share=share, own_work_s=engine.own_work_seconds()
         )

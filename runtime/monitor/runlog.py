@@ -204,7 +204,7 @@ class RunLog:
             return f"{percent}, {record['first_step_s']:.1f} s after the start"
         began, began_at = self.second_step
         seconds_per_sequence = (time.monotonic() - began) / (position - began_at)
-        if self.settings.max_epochs is None:
+        if self.settings.max_epochs is None and self.settings.batch_ramp is None:
             steps_left = self.settings.max_iters - record["iter"]
             sequences_left = steps_left * per_step  # if the size stays
         else:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from runtime.data.ramp import Ramp
 from runtime.plan.memory import MemoryInputs
 from runtime.plan.start import Start
 
@@ -21,6 +22,7 @@ class RunPlan(MemoryInputs):
     data: dict[str, Any]
     tokens: dict[str, Any]  # {split: the Sequences of each dataset}
     windows: int  # sequences per epoch
+    ramp: Ramp  # the sequences of each step
     start: Start
     lora: dict | None
     eval_windows: int  # per evaluation, over all ranks

@@ -21,3 +21,8 @@ class Problems(list):
         except (UserError, OSError) as error:
             self.add(str(error))
             return None
+
+
+def notes_of_files(file_problems: Problems) -> list[str]:
+    """Return a note for each problem with this machine's files."""
+    return [f"on this machine, {line}" for line in "\n".join(file_problems).splitlines()]

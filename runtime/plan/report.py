@@ -65,13 +65,15 @@ def summary(plan: RunPlan) -> str:
     notes = [f"note       {note}" for note in plan.notes]
     # Of another machine's GPU, less is known
     if plan.execution.gpu:  # target_gpu: the data may be missing
-        return "\n".join([model_line(plan), batch_line_of_target(plan), *time_lines(plan), *notes])
+        lines = [model_line(plan), batch_line_of_target(plan), *ramp_lines(plan), *time_lines(plan)]
+        return "\n".join([*lines, *notes])
 
     lines = [
         model_line(plan),
         data_line(plan),
         hardware_line(plan),
         batch_line(plan),
+        *ramp_lines(plan),
         *path_lines(plan),
         *time_lines(plan),
         f"output     {s.out_dir}",
@@ -154,9 +156,17 @@ def batch_line_of_target(plan: RunPlan) -> str:
     return f"plan       {sequences_of_a_step(plan)} per step, {how}"
 
 
+def ramp_lines(plan: RunPlan) -> list[str]:
+    """Return the line on the batch ramp, if there is one."""
+    if plan.settings.batch_ramp is None:
+        return []
+    return [f"ramp       {plan.ramp.describe()}"]
+
+
 def time_lines(plan: RunPlan) -> list[str]:
     """Return the line on the time, if it can be estimated."""
-    if not plan.execution.peak_flops or plan.settings.eval_only:
+    # It is the time of equal steps: a ramp's are not estimated
+    if not plan.execution.peak_flops or plan.settings.eval_only or plan.settings.batch_ramp:
         return []
     line = step_time.time_line(plan, plan.settings.max_iters)
     return [line] if line else []

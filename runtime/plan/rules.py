@@ -113,6 +113,16 @@ RULES = (
         "or raise the second",
     ),
     Rule(
+        lambda s: s.batch_ramp is not None and (s.max_epochs or s.eval_epochs),
+        "batch_ramp goes by iterations: use --max_iters and --eval_interval, with "
+        "--max_epochs=None --eval_epochs=None",
+    ),
+    Rule(
+        lambda s: s.batch_ramp is not None and s.batch_size == "auto",
+        "batch_ramp={s.batch_ramp} needs a number for batch_size, not auto: try "
+        "--batch_size={s.requested[batch_size]}",
+    ),
+    Rule(
         lambda s: set(s.out_dir) & set("*?["),
         "out_dir={s.out_dir} has *, ? or [ in it, which DeepSpeed expands: choose another with "
         "--out_dir=DIR",

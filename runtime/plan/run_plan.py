@@ -15,6 +15,7 @@ from runtime.cluster.ranks import Ranks, exit_together
 from runtime.data.dataset import SPLITS
 from runtime.data.loader import BatchSizes
 from runtime.data.mixture import open_datasets
+from runtime.data.ramp import Ramp, make_ramp
 from runtime.data.sequences import open_sequences
 from runtime.data.tokenizer import tokenizer_of
 from runtime.engine import ds_config, fixes
@@ -39,7 +40,7 @@ from runtime.plan.machine import check_compact, check_kernels, detect_hardware
 from runtime.plan.memory import MemoryInputs, ParamCount
 from runtime.plan.out_dir import check_out_dir
 from runtime.plan.plan import RunPlan
-from runtime.plan.problems import Problems
+from runtime.plan.problems import Problems, notes_of_files
 from runtime.plan.rules import broken_rules, plan_iterations
 from runtime.plan.start import Start, find_start
 from runtime.plan.unread import unread_settings
@@ -97,6 +98,7 @@ def make_plan(settings: Any, ranks: Ranks, problems: Problems, notes: list[str])
     file_problems = Problems()
     opened = plan_data(s, bool(problems), file_problems, notes)
     s = plan_iterations(s, opened.windows, batch, notes)
+    check_ramp(s, batch, problems)
     lora = problems.attempt(lora_config, s)
     start = file_problems.attempt(find_start, s, opened.data, lora, batch, notes)
     tokenizer = file_problems.attempt(sample_tokenizer, s, opened.data, notes)
@@ -106,8 +108,7 @@ def make_plan(settings: Any, ranks: Ranks, problems: Problems, notes: list[str])
     if start and not problems:
         model = plan_model(s, start, lora, execution, config, problems, notes)
     size = model.tag_bytes if model else 0
-    size_to_check = size if ranks.rank == 0 else 0
-    file_problems.attempt(check_out_dir, s, start, size_to_check, notes)
+    file_problems.attempt(check_out_dir, s, start, size if ranks.rank == 0 else 0, notes)
     if s.target_gpu is None or start is None:
         problems.add(*file_problems)
     if problems:
@@ -116,7 +117,6 @@ def make_plan(settings: Any, ranks: Ranks, problems: Problems, notes: list[str])
     run = choose_sizes(s, memory_inputs(s, start, execution, batch, model, config), notes)
     batch = run.batch
     s = replace(s, batch_size=batch.micro, gradient_accumulation_steps=batch.accumulation)
-    of_files = [f"on this machine, {line}" for line in "\n".join(file_problems).splitlines()]
     repeats = repeats_in_a_step(s, opened.datasets, opened.tokens, batch)
     return RunPlan(
         **vars(run),
@@ -125,12 +125,13 @@ def make_plan(settings: Any, ranks: Ranks, problems: Problems, notes: list[str])
         data=opened.data,
         tokens=opened.tokens,
         windows=opened.windows,
+        ramp=ramp_of(s, batch),
         start=start,
         lora=lora,
         eval_windows=eval_windows,
         tag_bytes=size,
         tokenizer=tokenizer,
-        notes=(*notes, *repeats, *of_files),
+        notes=(*notes, *repeats, *notes_of_files(file_problems)),
     )
 
 
@@ -140,6 +141,18 @@ def requested_batch(s: Any, ranks: Ranks) -> BatchSizes:
     if micro == "auto":
         micro = s.requested["batch_size"]
     return BatchSizes(micro, s.gradient_accumulation_steps, ranks.world_size, s.block_size)
+
+
+def ramp_of(s: Any, batch: BatchSizes) -> Ramp:
+    """Return the Ramp of the settings. Raises UserError if it doesn't fit the batch."""
+    return make_ramp(s.batch_ramp, s.max_iters, batch.sequences, batch.per_micro_step)
+
+
+def check_ramp(s: Any, batch: BatchSizes, problems: Problems) -> None:
+    """Add a problem if the batch ramp doesn't fit. Its numbers only mean something if there is no
+    other problem."""
+    if not problems:
+        problems.attempt(ramp_of, s, batch)
 
 
 def plan_data(s: Any, has_problems: bool, file_problems: Problems, notes: list[str]) -> PlannedData:

@@ -26,10 +26,11 @@ RAMPS = {  # what the user writes: the micro-steps of each step
 }
 
 
-def plain_losses(characters, sizes):
+def plain_losses(characters, sizes, by_tokens=False):
     """The losses of AdamW in plain PyTorch, on all sequences of a step at once.
 
-    sizes: the number of sequences of each step, one after another in the order of the data.
+    sizes: the number of sequences of each step, one after another in the order of the data. by_tokens: whether the
+    learning rate falls by the share of tokens, not of steps.
     """
     tokens = np.memmap(characters / "train.bin", np.uint16, mode="r")
     torch.manual_seed(1337)
@@ -38,12 +39,13 @@ def plain_losses(characters, sizes):
     losses = []
     position = 0
     for it, size in enumerate(sizes):
+        share = position / sum(sizes) if by_tokens else it / STEPS
         ids = np.arange(position, position + size)
         position += size
         located = locate_sequences(ids, [(TokenStream(tokens, 32), 1)], 1337)
         x, y = read_sequences(located, len(CHARS))
         for group in optimizer.param_groups:
-            group["lr"] = 1e-4 + 0.5 * (1 + math.cos(math.pi * it / STEPS)) * 9e-4
+            group["lr"] = 1e-4 + 0.5 * (1 + math.cos(math.pi * share)) * 9e-4
         loss = model(x, y)
         optimizer.zero_grad()
         loss.backward()
@@ -78,6 +80,39 @@ def test_a_batch_ramp_trains_as_plain_pytorch(train, characters, tmp_path, expre
         for record, size in zip(records, sizes):
             per_s = 32 * size / (record["ms"] / 1000)
             assert record["tokens_per_s"] == pytest.approx(per_s, rel=1e-6)
+
+
+def test_the_setting_batch_ramp_trains_as_plain_pytorch(train, characters):
+    """3 steps of 4 sequences, 3 of 8 and 2 of 12. Resumed in each of these stages, twice on another number of ranks, it has
+    the same losses."""
+    sizes = [4] * 3 + [8] * 3 + [12] * 2
+    expected = plain_losses(characters, sizes, by_tokens=True)
+    options = (*COMMON, "--eval_interval=1", "--gradient_accumulation_steps=3", "--batch_ramp=4@0, 8@0.2, 12@0.6")
+    whole = done(train(*options, BATCH_SIZE[2], ranks=2))
+    assert [*whole.losses.values()] == pytest.approx(expected, abs=2e-6)
+    assert "ramp       4 from step 0, 8 from step 3, 12 from step 6 (sequences per step)" in whole.stdout
+    assert "iter 8: " in whole.stdout and ", 100.0%, 0:00 left" in whole.stdout
+
+    for begin, ranks in ((7, 1), (4, 2), (1, 1)):
+        resumed = done(train(*options, BATCH_SIZE[ranks], "--init_from=resume", f"--resume_tag=iter_{begin}",
+                             "--overwrite", ranks=ranks, out_dir=whole.out_dir))
+        assert f"resumed from iter_{begin}" in resumed.stdout
+        assert [*resumed.losses.values()] == pytest.approx(expected, abs=2e-6)
+        saved = TagStore(resumed.out_dir).find("iter_8").manifest["state"]
+        assert saved["sequences"] == sum(sizes)
+
+
+@pytest.mark.parametrize("options, told", [
+    (("--batch_ramp=2@0, 4@0.5", "--max_iters=-5"), "max_iters=-5 must be at least 0"),
+    (("--batch_ramp=2@0, 3@0.5",), "ends with 3 sequences"),
+    (("--batch_ramp=2@0, 4@0.5", "--max_epochs=1"), "batch_ramp goes by iterations: use --max_iters"),
+    (("--batch_ramp=2@0, 4@0.5", "--batch_size=auto"), "batch_ramp=2@0, 4@0.5 needs a number for batch_size"),
+])
+def test_a_batch_ramp_that_does_not_fit_is_refused(train, options, told):
+    run = train("--batch_size=1", "--gradient_accumulation_steps=4", *options)
+    assert run.returncode == 2
+    assert told in run.stderr
+    assert "Traceback" not in run.stderr
 
 
 def test_a_resume_with_another_batch_size_repeats_and_skips_nothing(train, characters):

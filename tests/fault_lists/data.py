@@ -26,6 +26,16 @@ FAULTS = [
         ),
     ),
     Fault(
+        subject="batch ramp, stages",
+        description="each stage begins a step late, unlike the totals",
+        file="runtime/data/ramp.py",
+        function="Ramp.size",
+        old="iteration >= start",
+        new="iteration > start",
+        test="data/test_ramp.py::test_stages_and_totals",
+        quick=True,
+    ),
+    Fault(
         subject="batch ramp, read ahead",
         description="what was read ahead for another number of micro-steps is taken",
         file="runtime/data/loader.py",
