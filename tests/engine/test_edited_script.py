@@ -83,8 +83,8 @@ def test_a_batch_ramp_trains_as_plain_pytorch(train, characters, tmp_path, expre
 
 
 def test_the_setting_batch_ramp_trains_as_plain_pytorch(train, characters):
-    """3 steps of 4 sequences, 3 of 8 and 2 of 12. Resumed in each of these stages, twice on another number of ranks, it has
-    the same losses."""
+    """3 steps of 4 sequences, 3 of 8 and 2 of 12. Resumed in each of these stages, twice on another number of ranks,
+    it has the same losses."""
     sizes = [4] * 3 + [8] * 3 + [12] * 2
     expected = plain_losses(characters, sizes, by_tokens=True)
     options = (*COMMON, "--eval_interval=1", "--gradient_accumulation_steps=3", "--batch_ramp=4@0, 8@0.2, 12@0.6")
