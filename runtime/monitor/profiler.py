@@ -66,7 +66,7 @@ class Profiler:
         return self.profiler.step_num == LAST_STEP
 
     def close(self) -> None:
-        """End the last step. If the run was too short for the trace, say so."""
+        """End the last step. If the run was too short for the trace, report it."""
         self.profiler.stop()
         steps = self.profiler.step_num
         if not self.is_traced:
