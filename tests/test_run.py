@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import time
+import zipfile
 from unittest.mock import Mock
 
 import psutil
@@ -415,6 +416,17 @@ def test_ctrl_c_twice_ends_a_run_at_once(characters, tmp_path):
     finally:
         kill(job)
     assert TagStore(tmp_path / "out").list() == []
+
+
+@pytest.mark.parametrize("key", [2, 3])
+def test_a_tag_has_no_enum(whole, key):
+    """Python 3.11.2 pickles one by getattr, which could run code: no tag could be read with it."""
+    files = [*(whole(key).out_dir / "final").glob("*.pt")]
+    assert len(files) > 1
+    for path in files:
+        with zipfile.ZipFile(path) as file:
+            (name,) = [name for name in file.namelist() if name.endswith("/data.pkl")]
+            assert b"Enum" not in file.read(name) and b"getattr" not in file.read(name)
 
 
 @pytest.mark.parametrize("key", [2, 3, "bf16"])

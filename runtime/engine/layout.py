@@ -311,6 +311,14 @@ class Layout:
         with silence_stdout():
             engine.save_checkpoint(out_dir, tag=tag, save_latest=False)
         engine.checkpoint_engine.files = []
+
+        # DeepSpeed's ZeroStageEnum. Python 3.11.0 to 3.11.3, as in Debian 12, pickle an Enum by
+        # getattr, which could run code, so no reader of ours takes it
+        for _, content in saved:
+            state = content.get("optimizer_state_dict", {})
+            if "zero_stage" in state:
+                stage = int(state["zero_stage"])
+                content["optimizer_state_dict"] = {**state, "zero_stage": stage}
         return saved
 
     def copy_recovery_script(self, out_dir: str) -> None:
