@@ -8,9 +8,12 @@ FILE = Path(__file__).resolve().parents[1] / "pyproject.toml"
 
 
 def project_version() -> str:
-    """Return the version, such as "1.0.0"."""
-    with FILE.open("rb") as file:
-        return tomllib.load(file)["project"]["version"]
+    """Return the version, such as "1.0.0", or "unknown" in a copy without pyproject.toml."""
+    try:
+        text = FILE.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return "unknown"
+    return tomllib.loads(text)["project"]["version"]
 
 
 def version_line() -> str:
