@@ -102,11 +102,15 @@ class MemoryInputs:
     def splits(self) -> list["MemoryInputs"]:
         """Return the run with each micro-batch that divides its sequences, in falling order."""
         sequences = self.batch.micro * self.batch.accumulation
+
+        # Pairs of divisors, up to the square root
         divisors = set()
         for small in range(1, math.isqrt(sequences) + 1):
             if sequences % small == 0:
                 divisors |= {small, sequences // small}
         runs = []
+
+        # The step keeps its sequences: a smaller micro-batch accumulates more often
         for micro in sorted(divisors, reverse=True):
             batch = replace(self.batch, micro=micro, accumulation=sequences // micro)
             runs.append(replace(self, batch=batch))
@@ -145,6 +149,7 @@ def estimate(run: MemoryInputs) -> dict[str, float]:
 def weights(run: MemoryInputs) -> int:
     """Return the bytes of the weights that the GPU keeps."""
     if uses_offload(run.ds_config, "param"):
+        # ZeRO-3 alone shards the weights
         return 0
     shards = run.batch.world_size if run.stage == 3 else 1
     size = run.params.stored * run.itemsize // shards
@@ -171,6 +176,8 @@ def optimizer_states(run: MemoryInputs) -> int:
     if run.paths.compact.taken:
         scales = 2 * (run.params.trainable - run.params.muon) // BLOCK
         return (run.params.trainable * 4 + scales) // run.batch.world_size
+
+    # Weights and two moments in float32, 4 bytes each
     adamw = run.params.trainable * 12
     return (adamw - run.params.muon * 4) // run.batch.world_size
 
@@ -236,6 +243,8 @@ def block_input(run: MemoryInputs) -> int:
 def saved_per_token(run: MemoryInputs) -> int:
     """Return how many values a block saves per token for backward, in units of n_embd."""
     saved = SAVED_PER_TOKEN
+
+    # Eager PyTorch saves what a compiled block recomputes or fuses
     if not run.execution.compile:
         saved = SAVED_PER_TOKEN_EAGER
         if run.model.dropout > 0:
@@ -296,6 +305,8 @@ def bytes_with_eval(run: MemoryInputs) -> float:
     """
     if not run.execution.compile:
         return gpu_bytes(run)
+
+    # Attention and the MLP of one block, without what backward would need
     block = block_input(run) * HELD_IN_EVALUATION
     rows = run.micro_tokens if run.whole_logits else min(run.micro_tokens, LOSS_CHUNK)
     loss = rows * rows_of_vocabulary(run.model) * 8
@@ -315,10 +326,14 @@ def host_estimate(run: MemoryInputs, local_world_size: int, tag_bytes: int) -> d
         "weights": 0,
         "checkpoint being written": 0,
     }
+
+    # Offload: weights and two moments in float32, and gradients, 16 bytes per parameter
     if uses_offload(run.ds_config):
         parts["optimizer and gradients"] = 16 * run.params.trainable * share
     else:
         parts["checkpoint being written"] = tag_bytes * share
+
+    # Each rank's share of the weights, if those are offloaded too
     if uses_offload(run.ds_config, "param"):
         parts["weights"] = run.itemsize * run.params.stored * share
     return parts

@@ -42,6 +42,8 @@ def format_breakdown(
 
     limit: the bytes that they should fit into; the first line says if they don't.
     """
+
+    # The sum, and whether it fits
     total = sum(parts.values())
     line = f"{title:<10} {format_bytes(total)}"
     if limit:
@@ -105,6 +107,8 @@ def model_line(plan: RunPlan) -> str:
 
 def data_line(plan: RunPlan) -> str:
     """Return the line on the datasets."""
+
+    # A mixture names all its datasets
     names = " and ".join(dataset.name for dataset in plan.datasets)
     train_tokens = plan.data["train_tokens"]
     val_tokens = plan.data["val_tokens"]
@@ -140,6 +144,8 @@ def sequences_of_a_step(plan: RunPlan) -> str:
 
 def batch_line(plan: RunPlan) -> str:
     """Return the line on the batch, and on the epoch in steps."""
+
+    # Tokens of a text fill windows without a gap
     epoch = plan.data["train_tokens"] / plan.model.block_size
     if plan.data["template"]:  # conversations: windows have paddings
         epoch = plan.windows
@@ -181,6 +187,8 @@ def optimizer_line(plan: RunPlan, optimizer: torch.optim.Optimizer | None = None
         name = optimizer_name(optimizer)
     elif optimizer is None and OUR_OPTIMIZER not in Path(s.script).read_text(encoding="utf-8"):
         name = f"as {os.path.basename(s.script)} makes it"
+
+    # Muon takes the matrices, and the other optimizer all the rest
     if s.optimizer == "muon":
         name = f"muon (learning rate {s.muon_learning_rate:g}), {name}"
     return f"optimizer  {name} (learning rate {s.learning_rate:g})"
@@ -202,6 +210,8 @@ def explain_out_of_memory(plan: RunPlan) -> None:
         # PyTorch's error, and CUDA's own
         if not isinstance(error, RuntimeError) or "out of memory" not in str(error):
             return
+
+        # The error proves that the estimate was too low: look for what takes less than it
         try:
             estimated = memory.gpu_bytes(plan)
             available = min(plan.execution.memory, estimated - 1)

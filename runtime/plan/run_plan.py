@@ -160,6 +160,8 @@ def plan_data(s: Any, has_problems: bool, file_problems: Problems, notes: list[s
     opened."""
     datasets: tuple = ()
     data = None
+
+    # The folders and their meta.json
     found = file_problems.attempt(open_datasets, s.dataset, s.block_size)
     if found:
         datasets, data = found
@@ -241,6 +243,8 @@ def choose_sizes(s: Any, run: MemoryInputs, notes: list[str]) -> MemoryInputs:
     if s.batch_size == "auto":
         batch = fit_batch(run)
         run = replace(run, batch=batch, ds_config=ds_config.with_batch(run.ds_config, batch))
+
+        # The evaluation decides: its memory comes on top of training's
         size = format_bytes(memory.bytes_with_eval(run))
         notes.append(
             f"batch_size=auto: a micro-batch of {batch.micro} takes about {size} with evals, of "
@@ -267,6 +271,8 @@ def open_epoch(datasets: tuple, block_size: int, notes: list[str]) -> tuple[dict
     sources = {}
     for split in SPLITS:
         sources[split] = [open_sequences(dataset, split, block_size) for dataset in datasets]
+
+    # Said before training: cut tokens are never seen
     for dataset, source in zip(datasets, sources["train"], strict=True):
         if source.cut:
             notes.append(
@@ -284,6 +290,7 @@ def repeats_in_a_step(s: Any, datasets: tuple, tokens: dict | None, batch: Batch
     shares = sum(dataset.share for dataset in datasets)
     sentences = []
     for dataset, source in zip(datasets, tokens["train"], strict=True):
+        # A mixture gives each dataset its share of the batch
         per_epoch = source.per_epoch
         per_step = batch.sequences * dataset.share / shares
         if per_step > per_epoch:
@@ -329,10 +336,13 @@ def sample_tokenizer(
 ) -> tuple[Callable, Callable] | None:
     """Return (encode, decode) for samples, or None if there are none. Raises UserError."""
     if data is None or not s.sample_interval:
+        # No tokenizer is needed without data or samples
         return None
     note = escape_note("--sample_start", s.sample_start)
     if note:
         notes.append(note)
+
+    # The prompt has to fit the context
     encode, decode = tokenizer_of(data["tokenizer"])
     n = len(encode(s.sample_start))
     if not 1 <= n <= s.block_size:

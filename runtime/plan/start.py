@@ -81,6 +81,8 @@ def find_start(
                 f"lora_rank={settings.lora_rank} needs pretrained weights, but init_from=auto "
                 "starts from scratch here: set init_from to some in the config"
             )
+
+        # Without a dataset, in a dry run, that of GPT-2
         vocab_size = data["vocab_size"] if data else 50257
         model = gpt_config(
             block_size=settings.block_size,
@@ -156,6 +158,8 @@ def check_class(model_class: type[nn.Module]) -> None:
     """
     if model_class is GPT:
         return
+
+    # A script may import its own model.py, with fields of its own
     module = sys.modules.get(model_class.__module__)
     own_config = getattr(module, "GPTConfig", GPTConfig)
     known = {field.name for field in fields(GPTConfig)}
@@ -254,6 +258,8 @@ def from_earlier_run(
     notes: list[str],
 ) -> Start:
     """Start from the weights of an earlier run's tag, with a fresh optimizer."""
+
+    # The tag's files and sizes, before anything is allocated
     folder, tag = parent
     where = os.path.join(folder, tag)
     manifest = TagStore(folder).find(tag).manifest
@@ -279,6 +285,8 @@ def from_earlier_run(
     return Start(
         "earlier run",
         init_from,
+
+        # The lineage goes on: an exported model names all its sources
         with_settings(config, settings),
         (*state["sources"], where),
         parent=parent,
@@ -295,12 +303,16 @@ def from_resume(
     store = TagStore(out_dir)
     tag, manifest = find_tag(store, settings)
     where = f"{out_dir}/{tag}"
+
+    # A resume is never to delete tags that the user hasn't given up
     newer = store.newer_than(manifest["iter_num"])
     if newer and named and not settings.overwrite and not settings.eval_only:
         raise UserError(
             f"resuming from {where} deletes the newer {', '.join(newer)}: confirm with "
             f"--overwrite=True, or copy {tag} into another folder"
         )
+
+    # The files of the tag, then the settings that have to be the same
     check_sizes_of_tag(out_dir, tag, manifest)
     state = manifest["state"]
     config = config_of_tag(where, state["model"], notes.append)
@@ -310,6 +322,8 @@ def from_resume(
     note_settings(where, state["settings"], settings, notes)
     note_batch(where, manifest, batch, notes)
     note_evaluations(where, state.get("eval_windows"), settings, batch, notes)
+
+    # Dropout may change, because no weight depends on it
     model = gpt_config(**{**asdict(config), "dropout": settings.dropout})
     return Start("resume", "resume", model, tuple(state["sources"]), tag=tag)
 
@@ -317,9 +331,13 @@ def from_resume(
 def find_tag(store: TagStore, settings: Any) -> tuple[str, dict]:
     """Return (tag, manifest) of the tag to resume from. Raises CheckpointError if none can be
     read."""
+
+    # Without a tag, "latest" gives the error that says so
     names = [settings.resume_tag]
     if settings.resume_tag == "latest":
         names = store.newest_first() or ["latest"]
+
+    # The first error counts: it is of the newest tag
     errors = []
     for name in names:
         try:
