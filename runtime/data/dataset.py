@@ -78,6 +78,8 @@ class NewFiles:
 
     def rename(self) -> None:
         """Give the files their names, in the order of FILES."""
+
+        # A kill between two renames leaves no train.bin
         for name in FILES:
             if name in self.temps:
                 os.replace(self.temps[name], self.folder / name)
@@ -121,10 +123,14 @@ def write_dataset(
         **(masks or {}),
     }
     new = NewFiles(folder)
+
+    # Each file is hashed while it is written
     try:
         files = {name: new.write(name, chunks) for name, chunks in contents.items()}
         if tokenizer_meta["kind"] == "hf":
             new.write("tokenizer.json", [tokenizer_content(tokenizer_meta)])
+
+        # All that readers need, without opening the large files
         meta = {
             "format": 1,
             "tokenizer": _without_place(tokenizer_meta),
@@ -155,9 +161,13 @@ def slices(ids: Ids) -> Iterator[Ids]:
 
 def _packed(ids: Ids | Iterator[Ids], dtype: np.dtype, vocab_size: int) -> Iterator[bytes]:
     """Yield the bytes of ids. Raises UserError for an id outside the vocabulary."""
+
+    # An array or list is cut, so that a slice at a time is copied
     pieces = ids if isinstance(ids, Iterator) else slices(ids)
     for piece in pieces:
         piece = np.asarray(piece)
+
+        # A cast would wrap such an id silently
         if piece.size and not 0 <= piece.min() <= piece.max() < vocab_size:
             raise UserError(
                 f"token ids {piece.min()} to {piece.max()} don't fit a vocabulary of {vocab_size}"
@@ -172,7 +182,10 @@ def _without_place(tokenizer_meta: dict) -> dict:
 
 def _pickle_for_nanogpt(meta: dict) -> bytes:
     """Return the content of a meta.pkl, with the characters as nanoGPT's scripts write them."""
+
     content = {"vocab_size": meta["vocab_size"], "described_by": "meta.json"}
+
+    # nanoGPT's own sample.py encodes and decodes with these
     chars = meta["tokenizer"].get("chars")
     if chars:
         content["itos"] = dict(enumerate(chars))
@@ -209,6 +222,8 @@ def read_meta(folder: str | os.PathLike) -> dict:
     """
     folder = Path(folder)
     path = folder / "meta.json"
+
+    # Ours if it is there: it says more than nanoGPT's
     try:
         if path.exists():
             meta = parse_meta(read_regular(path))
@@ -260,10 +275,14 @@ def _meta_of_nanogpt(folder: Path) -> dict:
 
     Raises what parse_meta_of_nanogpt() raises, UserError and OSError.
     """
+
+    # nanoGPT writes no meta.pkl for GPT-2's tokens
     pickled = None
     path = folder / "meta.pkl"
     if path.exists():
         pickled = read_regular(path)
+
+    # Without a meta.json, the sizes alone tell the number of tokens
     tokens = {}
     for split in SPLITS:
         size = check_regular(folder / f"{split}.bin")
@@ -291,6 +310,8 @@ def check_dataset(folder: str | os.PathLike, block_size: int = 1) -> dict:
     # Without a meta.json, the files only seem to be what nanoGPT writes
     if not (folder / "meta.json").exists():
         _check_types(folder, meta["vocab_size"])
+
+    # Report all at once, so that one repair is enough
     problems = []
     for split in SPLITS:
         problem = _file_problem(folder, split, meta)
@@ -314,6 +335,8 @@ def _check_types(folder: Path, vocab_size: int) -> None:
 
 def _file_problem(folder: Path, split: str, meta: dict) -> str | None:
     """Return what is wrong with the sizes or the type of a split's files, or None."""
+
+    # The bytes that meta.json's numbers amount to
     tokens = meta[f"{split}_tokens"]
     sizes = {f"{split}.bin": tokens * DTYPES[meta["dtype"]].itemsize}
     if "template" in meta:
@@ -327,6 +350,7 @@ def _file_problem(folder: Path, split: str, meta: dict) -> str | None:
             fix = _how_to_prepare_again(folder, meta)
             return f"{path} has {size} bytes, but its {tokens} tokens take {expected}: {fix}"
 
+    # The same size can be of another type
     wrong_type = described_type_problem(folder / f"{split}.bin", meta)
     if wrong_type:
         fix = _how_to_prepare_again(folder, meta)

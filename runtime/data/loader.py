@@ -130,6 +130,8 @@ def inputs_and_targets(rows: np.ndarray, vocab_size: int) -> tuple[torch.Tensor,
             f"the data holds token {ids.max()}, beyond the vocabulary of {vocab_size}: prepare it "
             "again"
         )
+
+    # The target of each position is the token after it
     inputs = ids[:, :-1].copy()
     next_tokens = targets[:, 1:].copy()
     return torch.from_numpy(inputs), torch.from_numpy(next_tokens)
@@ -270,9 +272,13 @@ def eval_batches(
     mine = places[rank * per_rank : (rank + 1) * per_rank]
     n_batches = math.ceil(per_rank / batch.micro)
     padded = np.pad(mine, (0, n_batches * batch.micro - len(mine)))
+
+    # A batch at a time: an evaluation may be longer than memory allows
     for first in range(0, len(padded), batch.micro):
         located = [(source, place) for place in padded[first : first + batch.micro]]
         x, y = read_sequences(located, vocab_size)
+
+        # Padding repeats sequence 0, so its targets must not count
         n_real = max(0, len(mine) - first)
         y[n_real:] = -1
         yield x.to(device), y.to(device)
