@@ -198,6 +198,8 @@ def read_manifest(path: str) -> dict:
 
     Raises CheckpointError.
     """
+
+    # The format comes before the types, which differ between versions
     try:
         manifest = read_signed(path)
         if manifest.get("format") != MANIFEST_FORMAT:
@@ -266,6 +268,8 @@ def check_bytes(manifest: dict) -> None:
     # An edited model may have more than these sizes say, such as experts
     elements = max(elements, manifest["state"].get("elements", 0))
     most = BYTES_BESIDE + BYTES_PER_ELEMENT * elements
+
+    # What the tag says that its files take
     n_bytes = sum(entry["bytes"] for entry in manifest["files"].values())
     if n_bytes > most:
         raise ValueError(
@@ -306,6 +310,8 @@ def topology(engine: Any) -> dict:
 
 def sign_manifest(manifest: dict) -> str:
     """Return a manifest as JSON with its own hash in it."""
+
+    # A hash can't cover itself
     unsigned = {key: value for key, value in manifest.items() if key != "manifest_sha256"}
     sha256 = hashlib.sha256(json.dumps(unsigned).encode()).hexdigest()
     return json.dumps({**unsigned, "manifest_sha256": sha256}, indent=1)

@@ -75,6 +75,8 @@ class TagStore:
 
         Raises UnreadableError.
         """
+
+        # A run that saves for the first time has no folder
         try:
             names = os.listdir(self.out_dir)
         except (FileNotFoundError, NotADirectoryError):
@@ -84,6 +86,8 @@ class TagStore:
                 f"{self.out_dir} cannot be listed ({error.strerror}): fix that, or choose another "
                 "--out_dir=DIR"
             ) from None
+
+        # Names of other programs in the folder don't count
         tags = [name for name in names if TAG_NAME.fullmatch(name) and self.is_complete(name)]
         return sorted(tags, key=lambda tag: (not is_numbered(tag), len(tag), tag))
 
@@ -160,6 +164,7 @@ class TagStore:
         It is the newest that was the best one.
         """
         for name in self.newest_first():
+            # Damaged manifests are left out: an older tag may still be the best
             with contextlib.suppress(CheckpointError):
                 summary = self.summary(name)
                 if summary.improved and summary.best_val_loss is not None:
@@ -172,6 +177,8 @@ class TagStore:
         Each link counts for its share.
         """
         total = 0
+
+        # Hard links share their bytes, so each name has its part
         try:
             leftovers = [name for name in os.listdir(self.out_dir) if LEFTOVER.fullmatch(name)]
             for name in {*self.list(), *leftovers} - set(kept):
@@ -201,6 +208,8 @@ class TagStore:
                 f"{self.out_dir} is another folder than at the start of this run, and holds "
                 "checkpoints: move it away"
             )
+
+        # This run's lock is not on what is there now
         try:
             self.lock()
         except UserError as error:  # another run may have made it meanwhile
@@ -225,6 +234,8 @@ class TagStore:
         work = self.path(name, ".saving")
         remove_dir(work, ignore_errors=True)
         os.makedirs(work)
+
+        # A link takes no space on the disk, and a copy does
         try:
             for file in os.listdir(source):
                 try:
@@ -247,6 +258,8 @@ class TagStore:
     def prune(self, keep_last: int) -> None:
         """Delete all iter_* tags but the newest keep_last. best and final stay."""
         self.link_best()  # if that failed when the best tag was saved
+
+        # By iteration, not by name: iter_10 is newer than iter_9
         numbered = [tag for tag in self.newest_first() if is_numbered(tag)]
         for tag in numbered[keep_last:]:
             self.delete(tag)
@@ -258,6 +271,8 @@ class TagStore:
         """
         with contextlib.suppress(OSError, CheckpointError):
             best, _ = self.find_best()
+
+            # Training needs the newest, and evaluation the best
             kept = {self.newest(), best}
             for tag in reversed(self.newest_first()):
                 if is_numbered(tag) and tag not in kept:
@@ -275,7 +290,10 @@ class TagStore:
 
     def move_away(self, tag: str, suffix: str = ".damaged") -> str:
         """Append a suffix to the name of a tag's folder. Return the new path."""
+
         path = self.path(tag, suffix)
+
+        # One of the same name may be left from an earlier time
         remove_dir(path, ignore_errors=True)
         os.rename(self.path(tag), path)
         return path
@@ -307,6 +325,8 @@ class TagStore:
                         f"{name}.damaged"
                     )
                 self.move_away(name)
+
+        # Of many, only the first are named above
         if len(incomplete) > MAX_REPORTED:
             print0(f"skipping {len(incomplete):,} tags without a manifest.json in all")
 
@@ -329,10 +349,14 @@ class TagStore:
         self.remove_leftovers()
         for name in corrupt:
             self.move_away(name)
+
+        # Tags of a later iteration would be found as the newest
         if overwrite:
             begins_at = tag.manifest["iter_num"] if tag else -1
             for name in self.newer_than(begins_at):
                 self.delete(name)
+
+        # DeepSpeed's tools read this file, and a kill may have left an older name
         newest = self.newest()
         if newest:
             write_atomic(self.path("latest"), newest)
@@ -376,9 +400,13 @@ def parse_run_path(path: str | os.PathLike) -> tuple[str, str] | None:
     Returns None if a path is neither.
     """
     path = os.path.normpath(path)
+
+    # A tag's own folder comes first: it may lie in any out_dir
     folder, name = os.path.split(path)
     if TagStore(folder).is_complete(name):
         return folder, name
+
+    # Else it may be an out_dir
     store = TagStore(path)
     tag = "best" if store.is_complete("best") else store.newest()
     if tag is None:
