@@ -63,6 +63,8 @@ def ranks_from_environment(dry_run: bool = False) -> Ranks:
     plans for WORLD_SIZE ranks, LOCAL_WORLD_SIZE of them per node. Raises UserError.
     """
     refuse_runs_apart()
+
+    # A rank outside of the world would wait for others for ever
     world_size = launcher_variable("WORLD_SIZE", 1)
     launcher_variable("RANK", 0, end=world_size)
     if dry_run and "RANK" not in os.environ:
@@ -128,6 +130,8 @@ def print0(text: object) -> None:
     if RANK != 0:
         return
     text = printable(str(text))  # it may quote a file of others
+
+    # tqdm redraws the bar below the text
     if _progress is not None:
         _progress.write(text, file=sys.stdout)
         return
@@ -188,6 +192,8 @@ def exit_together(problems: list[str]) -> None:
 
     All ranks call this.
     """
+
+    # Hosts tell which machine to repair
     of_ranks = all_gather_objects((socket.gethostname(), problems))
     exit_with_problems(merge_problems(of_ranks))
 
@@ -232,6 +238,8 @@ def exit_with_problems(problems: list[str]) -> None:
     """
     if not problems:
         return
+
+    # The others of a node would only repeat it
     if os.environ.get("LOCAL_RANK", "0") == "0":
         print(error_text("\n".join(problems)), file=sys.stderr, flush=True)
     with contextlib.suppress(RuntimeError):  # a rank that has died can't change what this one found
@@ -252,6 +260,8 @@ def all_gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> li
     """
     if not dist.is_initialized():
         return [value]
+
+    # The sizes first: each rank's JSON has its own length
     content = json_tensor(value)
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
     dist.all_gather(sizes, torch.tensor([len(content)]), group=group)
@@ -269,6 +279,8 @@ def broadcast_from_rank0(value: Any, group: dist.ProcessGroup | None = None) -> 
     """Return rank 0's value. All ranks call this. value, group: as for all_gather_objects()."""
     if not dist.is_initialized():
         return value
+
+    # The size first, so that the others can allocate
     content = json_tensor(value)
     size = torch.tensor([len(content)])
     dist.broadcast(size, src=0, group=group)
