@@ -106,6 +106,8 @@ class RunLog:
             if not self.writes:
                 return
             now = datetime.datetime.now(datetime.UTC)
+
+            # All that is needed to repeat the run, and to compare its speed
             record = {
                 "started": now.isoformat(timespec="seconds"),
                 "command": shlex.join(sys.argv),
@@ -116,6 +118,8 @@ class RunLog:
                 **machine_record(self.device),
                 "memory_plan": self.memory_plan,
             }
+
+            # A resume repeats the steps after its checkpoint, so their records would be there twice
             last = self.iter_num if self.resumes else -1
             trim_history(self.out_dir, last)
             text = json.dumps(record, indent=1)
@@ -202,6 +206,8 @@ class RunLog:
         percent = f"{100 * min(1, share):.1f}%"
         if self.second_step is None:
             return f"{percent}, {record['first_step_s']:.1f} s after the start"
+
+        # Speed in sequences, because the size of a step may change
         began, began_at = self.second_step
         seconds_per_sequence = (time.monotonic() - began) / (position - began_at)
         if self.settings.max_epochs is None and self.settings.batch_ramp is None:
@@ -265,6 +271,8 @@ class RunLog:
         The thread that wrote it calls this. The loggers get nothing, because wandb rejects a step
         from the past.
         """
+
+        # Bytes to gigabytes per second, as disks are rated
         gb_per_s = size / seconds / 1e9
         record = {
             "iter": iter_num,
@@ -296,6 +304,8 @@ class RunLog:
         s = self.settings
         if not s.eval_only:
             print0(f"total time {format_time(time.monotonic() - self.process_start)}")
+
+        # Why the run has ended here, and how it goes on
         if finished and evals_since_best is not None:
             print0(
                 f"stopped early at step {self.iter_num}: no better validation loss in "
@@ -309,6 +319,8 @@ class RunLog:
 
     def print_best(self) -> None:
         """Print the best validation loss after the start, and how to sample from its checkpoint."""
+
+        # The evaluation at step 0 is of the weights at the start, not of the training
         losses = []
         for iter_num, loss in series(read_history(self.out_dir), "val_loss"):
             if iter_num:
@@ -343,11 +355,15 @@ def values_for_loggers(record: Mapping) -> dict[str, float]:
     """Return the numbers of a record, under the names that the loggers show."""
     group = "eval" if "val_loss" in record else "train"
     values = {"train/iter": record["iter"]}
+
+    # Units that read well on a dashboard
     if "memory" in record:
         values["gpu/memory_allocated"] = record["memory"] / 1e9  # GB
     for key, value in record.items():
         if key not in ("iter", "memory") and isinstance(value, int | float):
             values[f"{group}/{key}"] = value
+
+    # A mixture has a curve for each of its datasets
     for name, losses in record.get("datasets", {}).items():
         values[f"eval/val_loss/{name}"] = losses["val_loss"]
     return values
