@@ -75,6 +75,8 @@ class Conversations:
 
     def report(self) -> list[str]:
         """Return a line for each problem, the most frequent one first."""
+
+        # Many different problems usually have one cause, so the first ones do
         told = self.problems.most_common(MOST_PROBLEMS)
         lines = []
         for problem, count in told:
@@ -108,6 +110,8 @@ class Conversation:
         They end with the last answer that is. If there are problems, they aren't complete. Raises
         ValueError.
         """
+
+        # The outermost value is one object, or only its list
         if isinstance(value, list):  # as nanochat writes conversations
             value = {"messages": value}
         if not isinstance(value, dict):
@@ -124,6 +128,7 @@ class Conversation:
         drop_copies(fields, messages)
         self.finish(fields)
 
+        # A system message in a field of its own goes first
         if system.strip():
             if messages and messages[0]["role"] == "system":
                 self.refuse("both a field 'system' and a system message: keep one of them")
@@ -135,6 +140,8 @@ class Conversation:
 
         So what is trained on equally is equal, and one of the two is a duplicate.
         """
+
+        # Answers with weight 0 are context
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         trained = [i for i in answers if "weight" not in messages[i]]
         if trained:
@@ -184,6 +191,8 @@ class Conversation:
                 not isinstance(pair, list) or len(pair) != 2 for pair in pairs):
             self.refuse("the field 'history' isn't a list of [question, answer]: correct it")
             return []
+
+        # Each pair is a question and its answer
         messages = []
         for question, answer in pairs:
             messages.append(self.message("user", question))
@@ -210,6 +219,8 @@ class Conversation:
         if not isinstance(value, dict):
             self.refuse("a message without a role: write it as an object with a role and a content")
             return {"role": None, "content": ""}
+
+        # What of the object is used; finish() refuses the rest
         fields = Fields(value, self.ignored)
         role = self.take_role(fields)
         content_name = "value"
@@ -222,6 +233,8 @@ class Conversation:
 
     def take_role(self, fields: Fields) -> str | None:
         """Return the role of a message, or None if it has none that is known."""
+
+        # OpenAI's messages have "role", and ShareGPT's "from"
         name = "from"
         if "role" in fields:
             name = "role"
@@ -237,6 +250,8 @@ class Conversation:
 
     def message(self, role: str | None, content: Any, weight: int = 1) -> dict[str, Any]:
         """Return a message without the white space around it, which the template leaves out."""
+
+        # Content is a text, or a list of parts as in multimodal data
         if isinstance(content, list):
             content = self.text_of_parts(content)
         if not isinstance(content, str):
@@ -252,6 +267,7 @@ class Conversation:
         except UserError as error:
             self.refuse(str(error))
 
+        # The template needs no weight where the answer counts
         message = {"role": role, "content": content.strip()}
         if role == "assistant" and weight == 0:
             message["weight"] = 0
@@ -261,6 +277,7 @@ class Conversation:
         """Return the text of [{"type": "text", "text"}, ...], joined as transformers joins it."""
         texts = []
         for part in parts:
+            # A part that is no object is refused by its type
             values = part
             if not isinstance(part, dict):
                 values = {"type": type(part).__name__}
@@ -311,6 +328,8 @@ class Conversation:
         """Return Alpaca's instruction with its input below it, as JSON if it isn't text."""
         if value is None:
             return question
+
+        # A value of another type is shown as the JSON that it was
         text = value
         if not isinstance(value, str):
             try:
@@ -332,6 +351,8 @@ class Conversation:
 
 def drop_copies(fields: Fields, messages: list[dict[str, Any]]) -> None:
     """Drop fields that repeat the messages: their first question, and Alpaca's text of them."""
+
+    # A prompt that repeats the first question, as in UltraChat
     prompt = fields.left.get("prompt")
     questions = [message["content"] for message in messages if message["role"] == "user"]
     if isinstance(prompt, str) and questions and prompt.strip() == questions[0]:

@@ -134,6 +134,8 @@ class Reader:
         self.files = files
         self.options = options
         self.skip_unreadable = skip_unreadable
+
+        # How the documents were used, for meta.json
         self.counts = dict.fromkeys((*SPLITS, "duplicates", "empty", "unreadable"), 0)
         self.hashes: set[int] = set()  # of all documents
         self.digest = hashlib.sha256()
