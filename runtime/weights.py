@@ -110,6 +110,8 @@ def fetch_from_hub(name: str, download: bool = True) -> str | None:
     Download it if it isn't cached. download=False: only check that it is cached or that the hub
     answers, and return None. Raises UserError.
     """
+
+    # A name only, so that no path reaches the hub
     if name not in PRETRAINED:
         raise UserError(f"'{name}' is not a folder, a file or one of {', '.join(PRETRAINED)}")
     from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
@@ -173,6 +175,8 @@ def read_config(source: str) -> dict[str, Any]:
 
     Raises UserError if it isn't a GPT-2.
     """
+
+    # nanoGPT keeps configuration and weights in one file
     if os.path.isfile(source):
         return read_nanogpt(source)[0]
     # A key that isn't there has GPT-2's value
@@ -183,6 +187,8 @@ def read_config(source: str) -> dict[str, Any]:
         if hf.get(key, values[0]) not in values:
             raise UserError(f"{source}: config.json has {key}={hf[key]!r}, which is not GPT-2's "
                             f"{values[0]!r}")
+
+    # transformers' "gelu" is the exact one, its "gelu_new" the approximation by tanh
     gelu = "tanh"
     if hf.get("activation_function") == "gelu":
         gelu = "none"
@@ -202,6 +208,7 @@ def load_untrusted(path: str | os.PathLike) -> Any:
     The file can't run code: only tensors and plain containers are unpickled. Raises UserError.
     """
     with weights_errors(path):
+        # Older torch.save formats aren't zip files, and can't be memory-mapped
         with open_regular(path, MAX_WEIGHTS_BYTES) as file:
             is_zip = check_torch_file(file)
         if TorchVersion(torch.__version__) < SAFE_TORCH:
@@ -218,6 +225,8 @@ def load_safetensors(path: str | os.PathLike) -> dict[str, Tensor]:
 
     Raises any exception if it is damaged.
     """
+
+    # A header's length comes first, and decides how much is read for it
     with open_regular(path, MAX_WEIGHTS_BYTES) as file:
         header_bytes = int.from_bytes(file.read(8), "little")
     if header_bytes > MAX_HEADER_BYTES:
@@ -278,6 +287,8 @@ def check_sizes(source: str, config: Any) -> None:
 
     Call it before the model is allocated. No file takes less than a byte per parameter.
     """
+
+    # The embeddings, and the matrices of each block: the least that this shape has
     width = config.n_embd
     n_params = (config.vocab_size + config.block_size) * width + config.n_layer * 12 * width**2
     # What there is
@@ -300,6 +311,8 @@ def open_weights(source: str) -> dict[str, Tensor]:
     A folder has a model.safetensors or a pytorch_model.bin, which may be in shards. Tensors are
     memory-mapped if the format allows that. Raises UserError.
     """
+
+    # nanoGPT's file has all tensors
     if os.path.isfile(source):
         _, tensors = read_nanogpt(source)
         return tensors
@@ -338,9 +351,13 @@ def read_weights(model: nn.Module, source: str, tensors: dict[str, Tensor]) -> N
         name, w = one_tensor(source, names, tensors)
         for other in names:
             unused -= {other, other.removeprefix("transformer.")}
+
+        # transformers' Conv1D stores a matrix as (inputs, outputs)
         if is_transformers and name.endswith(CONV1D):
             w = w.t()
         rows = len(p)
+
+        # The model's vocabulary has rows of padding, which files of others don't
         if name in (EMBEDDING, HEAD):
             rows = model.config.vocab_size
         if w.shape != p[:rows].shape:
