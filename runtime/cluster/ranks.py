@@ -192,7 +192,6 @@ def exit_together(problems: list[str]) -> None:
 
     All ranks call this.
     """
-
     # Hosts tell which machine to repair
     of_ranks = all_gather_objects((socket.gethostname(), problems))
     exit_with_problems(merge_problems(of_ranks))

@@ -78,7 +78,6 @@ class NewFiles:
 
     def rename(self) -> None:
         """Give the files their names, in the order of FILES."""
-
         # A kill between two renames leaves no train.bin
         for name in FILES:
             if name in self.temps:
@@ -161,7 +160,6 @@ def slices(ids: Ids) -> Iterator[Ids]:
 
 def _packed(ids: Ids | Iterator[Ids], dtype: np.dtype, vocab_size: int) -> Iterator[bytes]:
     """Yield the bytes of ids. Raises UserError for an id outside the vocabulary."""
-
     # An array or list is cut, so that a slice at a time is copied
     pieces = ids if isinstance(ids, Iterator) else slices(ids)
     for piece in pieces:
@@ -275,7 +273,6 @@ def _meta_of_nanogpt(folder: Path) -> dict:
 
     Raises what parse_meta_of_nanogpt() raises, UserError and OSError.
     """
-
     # nanoGPT writes no meta.pkl for GPT-2's tokens
     pickled = None
     path = folder / "meta.pkl"
@@ -335,7 +332,6 @@ def _check_types(folder: Path, vocab_size: int) -> None:
 
 def _file_problem(folder: Path, split: str, meta: dict) -> str | None:
     """Return what is wrong with the sizes or the type of a split's files, or None."""
-
     # The bytes that meta.json's numbers amount to
     tokens = meta[f"{split}_tokens"]
     sizes = {f"{split}.bin": tokens * DTYPES[meta["dtype"]].itemsize}

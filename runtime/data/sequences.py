@@ -78,6 +78,7 @@ class TokenStream(Sequences):
 
         Each epoch shifts its windows by a different amount, so their borders move.
         """
+        # One token more than the windows have: the last one's target
         left_over = len(self.tokens) - 1 - self.per_epoch * self.block_size
         return min(self.block_size - 1, left_over)
 

@@ -42,7 +42,6 @@ def format_breakdown(
 
     limit: the bytes that they should fit into; the first line says if they don't.
     """
-
     # The sum, and whether it fits
     total = sum(parts.values())
     line = f"{title:<10} {format_bytes(total)}"
@@ -107,7 +106,6 @@ def model_line(plan: RunPlan) -> str:
 
 def data_line(plan: RunPlan) -> str:
     """Return the line on the datasets."""
-
     # A mixture names all its datasets
     names = " and ".join(dataset.name for dataset in plan.datasets)
     train_tokens = plan.data["train_tokens"]
@@ -144,7 +142,6 @@ def sequences_of_a_step(plan: RunPlan) -> str:
 
 def batch_line(plan: RunPlan) -> str:
     """Return the line on the batch, and on the epoch in steps."""
-
     # Tokens of a text fill windows without a gap
     epoch = plan.data["train_tokens"] / plan.model.block_size
     if plan.data["template"]:  # conversations: windows have paddings

@@ -258,7 +258,6 @@ def from_earlier_run(
     notes: list[str],
 ) -> Start:
     """Start from the weights of an earlier run's tag, with a fresh optimizer."""
-
     # The tag's files and sizes, before anything is allocated
     folder, tag = parent
     where = os.path.join(folder, tag)
@@ -331,7 +330,6 @@ def from_resume(
 def find_tag(store: TagStore, settings: Any) -> tuple[str, dict]:
     """Return (tag, manifest) of the tag to resume from. Raises CheckpointError if none can be
     read."""
-
     # Without a tag, "latest" gives the error that says so
     names = [settings.resume_tag]
     if settings.resume_tag == "latest":

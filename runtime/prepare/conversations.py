@@ -75,7 +75,6 @@ class Conversations:
 
     def report(self) -> list[str]:
         """Return a line for each problem, the most frequent one first."""
-
         # Many different problems usually have one cause, so the first ones do
         told = self.problems.most_common(MOST_PROBLEMS)
         lines = []
@@ -110,7 +109,6 @@ class Conversation:
         They end with the last answer that is. If there are problems, they aren't complete. Raises
         ValueError.
         """
-
         # The outermost value is one object, or only its list
         if isinstance(value, list):  # as nanochat writes conversations
             value = {"messages": value}
@@ -140,7 +138,6 @@ class Conversation:
 
         So what is trained on equally is equal, and one of the two is a duplicate.
         """
-
         # Answers with weight 0 are context
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         trained = [i for i in answers if "weight" not in messages[i]]
@@ -233,7 +230,6 @@ class Conversation:
 
     def take_role(self, fields: Fields) -> str | None:
         """Return the role of a message, or None if it has none that is known."""
-
         # OpenAI's messages have "role", and ShareGPT's "from"
         name = "from"
         if "role" in fields:
@@ -250,7 +246,6 @@ class Conversation:
 
     def message(self, role: str | None, content: Any, weight: int = 1) -> dict[str, Any]:
         """Return a message without the white space around it, which the template leaves out."""
-
         # Content is a text, or a list of parts as in multimodal data
         if isinstance(content, list):
             content = self.text_of_parts(content)
@@ -351,7 +346,6 @@ class Conversation:
 
 def drop_copies(fields: Fields, messages: list[dict[str, Any]]) -> None:
     """Drop fields that repeat the messages: their first question, and Alpaca's text of them."""
-
     # A prompt that repeats the first question, as in UltraChat
     prompt = fields.left.get("prompt")
     questions = [message["content"] for message in messages if message["role"] == "user"]

@@ -94,6 +94,8 @@ def split_as_asked(files: list[str], val_files: list[str], fraction: float | Non
             f"{says}, and --val doesn't name it, so it is trained on: name the files to train on "
             "instead of their folder to leave it out"
         )
+
+    # Files for validation come first, as above
     ordered: list[tuple[str, str | None]] = [(file, "val") for file in val_files]
     ordered += [(file, "train") for file in train_files]
     return SplitFiles(ordered, "val", note)
@@ -104,6 +106,7 @@ def split_by_names(files: list[str]) -> dict[str, list[str]]:
 
     Only the part of a path counts in which the files differ: its name first, then the folders.
     """
+    # The folder that all files share says nothing about any of them
     folders = [os.path.dirname(os.path.abspath(file)) for file in files if file != "-"]
     common = ""
     if folders:
@@ -118,6 +121,8 @@ def split_of(file: str, common: str) -> str:
     """Return what the path of a file below the folder `common` says: a key of WORDS, or "none"."""
     if file == "-":
         return "none"
+
+    # The file's own name first, then its folder's
     parts = os.path.relpath(os.path.abspath(file), common).split(os.sep)
     for part in reversed(parts):
         split = split_said(part)
@@ -142,6 +147,7 @@ def check_both_splits(
     counts: of a pipeline.Reader. n_bytes: of the input. fraction: --val_fraction, or None if the
     files are split. is_cut: whether long texts are cut, as those of .txt are.
     """
+    # Both are needed: without validation, overfitting goes unnoticed
     train = counts["train"]
     val = counts["val"]
     if train and val:
