@@ -198,7 +198,6 @@ def read_manifest(path: str) -> dict:
 
     Raises CheckpointError.
     """
-
     # The format comes before the types, which differ between versions
     try:
         manifest = read_signed(path)
@@ -310,7 +309,6 @@ def topology(engine: Any) -> dict:
 
 def sign_manifest(manifest: dict) -> str:
     """Return a manifest as JSON with its own hash in it."""
-
     # A hash can't cover itself
     unsigned = {key: value for key, value in manifest.items() if key != "manifest_sha256"}
     sha256 = hashlib.sha256(json.dumps(unsigned).encode()).hexdigest()

@@ -81,6 +81,7 @@ class Saver:
 
         Estimate this rank's share of a tag a little high: the optimizer has no state yet.
         """
+        # Rank 0 has the model's file besides its part of the optimizer's state
         sizes = [aligned_nbytes(p) for p in self.engine.module.parameters()]
         in_model_file = 0  # which rank 0 writes
         if self.engine.stage == 2:
@@ -99,6 +100,8 @@ class Saver:
         """
         if not self.keep_last:
             return
+
+        # One save at a time: they share the staging buffer
         self._join()
         if self.failed:  # the one before, on all ranks
             return
@@ -168,6 +171,7 @@ class Saver:
 
         Return None if host memory is short.
         """
+        # What preallocate() has estimated may be too little
         size = staged_nbytes(files)
         self._start(self.staging.allocate, size)
         self._join()
@@ -177,6 +181,8 @@ class Saver:
                 "rank): training waits"
             )
             return None
+
+        # Training goes on when the copies are complete, not when they are launched
         copies = self.staging.copy(files)
         if self.engine.device.type == "cuda":
             torch.cuda.synchronize()  # until the copies are done
@@ -194,6 +200,7 @@ class Saver:
 
         start: when the save began. blocked_s: how long training has waited; None: until the end.
         """
+        # Whatever happens, the thread ends with a sentence and not with a traceback
         tag = manifest["tag"]
         try:
             problem = self.writer.write(files, manifest, aliases)
@@ -201,6 +208,8 @@ class Saver:
             problem = f"rank {dist.get_rank()}: {cause_of(error)}"
         if problem:
             self.failed = f"{self.store.path(tag)} could not be saved ({problem})"
+
+        # Rank 0 alone tells of it and cleans up
         if dist.get_rank() != 0:
             return
         if problem:

@@ -75,7 +75,6 @@ class TagStore:
 
         Raises UnreadableError.
         """
-
         # A run that saves for the first time has no folder
         try:
             names = os.listdir(self.out_dir)
