@@ -113,6 +113,7 @@ def gather_whole_modules(model: nn.Module) -> None:
 
     Also those of an edited output layer with layers in it, because its forward runs backward, too.
     """
+    # Each class once: DeepSpeed looks for its modules by class
     classes = list(dict.fromkeys(type(block) for block in blocks_of(model)))
     head = getattr(model, "lm_head", None)
     if head is not None and len(list(head.children())):
@@ -124,6 +125,7 @@ def gather_whole_modules(model: nn.Module) -> None:
 def compile_block(block: nn.Module) -> None:
     """Compile a block's forward without a cache, with which each length would be compiled anew.
     Hooks stay outside compiled code."""
+    # Our blocks have a forward without a cache, which alone is compiled
     if hasattr(block, "forward_uncached"):
         block.forward_uncached = torch.compile(block.forward_uncached)
         return
@@ -178,6 +180,7 @@ def initialize(
     targets. Each of them has a larger gradient then, so the loss scale that keeps float16 in range
     is smaller.
     """
+    # What can't be trained ends all ranks here, and not in the middle of a collective
     with all_exit_on(UserError):
         keep_rates_of_groups(optimizer)
         check_trainable(model)

@@ -45,12 +45,15 @@ def blocks_to_gather(model: nn.Module) -> tuple[list[nn.Module], str | None]:
     Each block has to run once, in order, on all ranks, with parameters that nothing else uses. That
     is so if GPT.forward is ours and no block shares a parameter.
     """
+    # Another model may have no such blocks: then all parameters are gathered at once
     blocks = list(getattr(getattr(model, "transformer", None), "h", ()))
     if not blocks:
         return [], "the model has no blocks"
     reason = why_not_our_forward(model)
     if reason:
         return [], reason
+
+    # A module that occurs twice would be gathered in two turns
     of_blocks = {id(module) for block in blocks for module in block.modules()}
     n_modules = sum(len(list(block.modules())) for block in blocks)
     if len(of_blocks) < n_modules:
@@ -62,6 +65,8 @@ def blocks_to_gather(model: nn.Module) -> tuple[list[nn.Module], str | None]:
         for param in block.parameters():
             if block_of.setdefault(param, i) != i:
                 return [], "blocks share a parameter"
+
+    # A name outside of the blocks means that something else uses the parameter, such as a tied head
     in_blocks = 0
     names = 0
     for _, param in model.named_parameters(remove_duplicate=False):
@@ -71,6 +76,7 @@ def blocks_to_gather(model: nn.Module) -> tuple[list[nn.Module], str | None]:
     if names != in_blocks:
         return [], "a parameter of a block is used outside of it"
 
+    # The buffers take turns, so each block has to fit each of them
     shapes = [[(shape_of(p), p.requires_grad) for p in block.parameters()] for block in blocks]
     if any(other != shapes[0] for other in shapes):
         return [], "the blocks have different parameters"
@@ -197,6 +203,8 @@ class Zero3Blocks:
             return
         for sink in self.sinks[i]:
             sink.finish_backward()
+
+        # The mean over the ranks. The side stream adds it while backward goes on
         shards = [p.grads for p in self.reduced[i]]
         with self.on_stream():
             self.collective(dist.reduce_scatter_tensor, self.own_parts, self.grad_buffers[i % 2])
@@ -220,6 +228,8 @@ class Zero3Blocks:
         self.holds_first = True
         if self.world_size == 1:
             return
+
+        # One collective for all: small parameters would each wait for the CPU
         pairs = list(self.full.items())
         for block, buffer in zip(self.blocks, self.buffers):
             pairs += zip(block, buffer, strict=True)
@@ -341,6 +351,7 @@ class Zero3Blocks:
 
     def finish_backward(self) -> None:
         """Finish the reductions of this backward. Called after each backward."""
+        # The first block's gradients come last, and no hook follows them
         if self.blocks:
             self.go_back_to(0)
             self.release(0)
