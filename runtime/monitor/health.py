@@ -141,6 +141,7 @@ class SpikeDetector:
             return None
         threshold = self.threshold()
         if applied or norm < threshold:
+            # The ratio to the norms before it, so that a rise doesn't hide in its own median
             median = statistics.median(self.norms or [norm])
             self.ratios.append(norm / median if median else 1.0)
             self.norms.append(norm)
@@ -158,6 +159,8 @@ class SpikeDetector:
         """
         norms = list(self.norms)
         ratios = list(self.ratios)
+
+        # Thirds of the window: its end against its beginning
         third = RISE_WINDOW // 3
         if len(ratios) < HISTORY:
             return None
@@ -196,9 +199,13 @@ class StragglerDetector:
         slowest = max(range(len(medians)), key=medians.__getitem__)
         own = medians.pop(slowest)
         others = statistics.median(medians)
+
+        # Both limits, because a ratio alone means nothing for steps of a few milliseconds
         if own <= max(SLOW_FACTOR * others, others + SLOW_S):
             self.reported = None
             return None
+
+        # Each straggler is reported once, until it has caught up
         if self.reported == slowest:
             return None
         self.reported = slowest

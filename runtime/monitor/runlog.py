@@ -271,7 +271,6 @@ class RunLog:
         The thread that wrote it calls this. The loggers get nothing, because wandb rejects a step
         from the past.
         """
-
         # Bytes to gigabytes per second, as disks are rated
         gb_per_s = size / seconds / 1e9
         record = {
@@ -319,7 +318,6 @@ class RunLog:
 
     def print_best(self) -> None:
         """Print the best validation loss after the start, and how to sample from its checkpoint."""
-
         # The evaluation at step 0 is of the weights at the start, not of the training
         losses = []
         for iter_num, loss in series(read_history(self.out_dir), "val_loss"):

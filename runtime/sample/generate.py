@@ -82,6 +82,7 @@ def ask_for_prompts(
 
     The UserErrors of `encode` are printed.
     """
+    # With arrow keys and a history, where Python has them
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 (enables line editing)
     with contextlib.suppress(EOFError, KeyboardInterrupt):
@@ -125,6 +126,8 @@ class TextStream:
         self.has_ended = self.has_ended or token == self.end
         if self.has_ended:
             return
+
+        # Decoded anew: a token's text may depend on those before it
         self.ids.append(token)
         self.text = self.decode(self.prompt + self.ids)[self.prompt_chars :]
         # A character may take several tokens
@@ -154,6 +157,7 @@ def generate_texts(
     end: the id of <|endoftext|>. show: as for a TextStream. sampling: generate()'s temperature,
     top_k and top_p.
     """
+    # All texts of a batch begin with the same prompt, and draw their own tokens
     device = next(model.parameters()).device
     texts = [TextStream(prompt, decode, end, show) for _ in range(n_texts)]
 
@@ -170,6 +174,8 @@ def generate_texts(
         custom_step=decode_step_for(model),
         **sampling,
     )
+
+    # A text may end in the middle of a character
     for text in texts:
         text.flush()
     return texts
@@ -200,6 +206,8 @@ def sample_while_training(
 
     # Tokens beyond the data's vocabulary are padding, and none is generated
     device = next(model.parameters()).device
+
+    # The head's own vocabulary comes back below
     whole = model.lm_head.vocab_size
     n_tokens = min(n_tokens, model.config.block_size - len(prompt))
     model.lm_head.vocab_size = vocab_size
