@@ -50,6 +50,7 @@ def by_autograd(head: nn.Module) -> Iterator[None]:
 
 def loss_in_chunks(tiny: Tiny) -> str:
     """Check the loss and its gradients, a chunk at a time, against autograd over all rows."""
+    # A head with losses of its own, and some targets that don't count
     model = tiny.stirred()
     head = getattr(model, "lm_head", None)
     if not hasattr(head, "losses"):
@@ -73,6 +74,8 @@ def loss_in_chunks(tiny: Tiny) -> str:
         each = head(x, targets, "none").flatten()
         loss = head(x, targets)
         found = gradients_of_head(head, x, loss)
+
+    # First the loss, because wrong losses have wrong gradients
     same_mean = torch.allclose(loss, wanted_loss, rtol=1e-5)
     if not same_mean or not torch.allclose(each, losses, atol=1e-5):
         raise Different(
@@ -124,6 +127,7 @@ def loss_of_some_targets(tiny: Tiny) -> str:
 
 def gradients_of_head(head: nn.Module, x: Tensor, loss: Tensor) -> dict[str, Tensor]:
     """Return the gradients of the head's parameters, and of its input x."""
+    # The input has a gradient, too: the blocks' backward begins with it
     tensors = {"its input": x}
     for name, param in head.named_parameters():
         if param.requires_grad:
@@ -137,6 +141,7 @@ def gradients_of_head(head: nn.Module, x: Tensor, loss: Tensor) -> dict[str, Ten
 
 def own_backwards(tiny: Tiny) -> str:
     """Check autograd.Functions of model.py: their gradients against differences of the loss."""
+    # Inputs and targets that stay the same, and so does dropout
     model = tiny.stirred()
     idx = tokens()
     targets = tokens(seed=1).flatten()
@@ -148,10 +153,14 @@ def own_backwards(tiny: Tiny) -> str:
     functions = functions_of(loss())
     if not functions:
         return "the model has no autograd.Function of its own, so all gradients are autograd's"
+
+    # In float64, where a difference of two losses keeps enough digits
     model.double()
     names = ", ".join(sorted(functions))
     grads = gradients(model, loss())
     params = dict(model.named_parameters())
+
+    # Along its own gradient, the loss has to rise by the gradient's norm
     for name, grad in grads.items():
         norm = grad.norm()
         direction = grad / norm if norm > 0 else F.normalize(torch.ones_like(grad).flatten(), dim=0)
@@ -187,6 +196,7 @@ def functions_of(loss: Tensor) -> set[str]:
 def recomputed_gradients(tiny: Tiny) -> str:
     """Check that gradient checkpointing changes neither the loss nor the gradients, with
     dropout."""
+    # With dropout, where the model has it: the second pass has to draw the same
     changed = {"dropout": 0.1} if hasattr(tiny.config, "dropout") else {}
     results = []
     for recompute in (False, True):

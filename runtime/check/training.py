@@ -47,6 +47,7 @@ class Trained:
 
 def micro_batch(step: int, micro_step: int, rank: int) -> tuple[Tensor, Tensor]:
     """Return (x, y), and seed what the model may draw in this micro-step."""
+    # Each micro-batch of the run has a number, whichever rank takes it
     number = (step * ACCUMULATION * RANKS + micro_step) * RANKS + rank
     set_seed(number)
     sequences = tokens(seed=number, rows=MICRO, length=T + 1)

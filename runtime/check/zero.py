@@ -49,6 +49,8 @@ class TwoRanks:
         self.folder = folder
         self.processes = []
         self.logs = []
+
+        # The ranks import the same model as this process
         paths = [*filter(None, sys.path), str(ROOT)]
         for rank in range(RANKS):
             # Variables as a launcher sets them
@@ -106,6 +108,7 @@ class TwoRanks:
     def result(self, name: str) -> Trained | None:
         """Return what the ranks have made in one way, or None if they failed before. Raises
         Unchecked if they say why there is nothing."""
+        # A rank writes why a check can't be made, instead of a result
         reason = self.folder / f"{name}.txt"
         if reason.exists():
             raise Unchecked(reason.read_text(encoding="utf-8"))
@@ -168,6 +171,8 @@ def check_losses(way: str, found: list[float], wanted: list[float]) -> None:
 def check_steps(way: str, found: Trained, plain: PlainTraining, start: dict[str, Tensor]) -> None:
     """Raise Different unless the weights went as far as those of plain PyTorch."""
     check_losses(way, found.losses, plain.trained.losses[-len(found.losses) :])
+
+    # Elements with hardly any gradient are left out: Adam divides by it
     gone = {}
     wanted = {}
     for name, weight in plain.trained.weights.items():
@@ -185,6 +190,7 @@ def check_steps(way: str, found: Trained, plain: PlainTraining, start: dict[str,
 
 def own_steps(tiny: Tiny, ranks: TwoRanks) -> str:
     """Check the steps of the optimizer in use, as our step makes them, against its own step()."""
+    # The optimizer that the training script makes, with its clipping
     config = json_of(2, 1, 1, CLIP)
     name = elementwise(tiny, config)
     plain = PlainTraining(tiny, optimizer_in_use, CLIP)
@@ -202,6 +208,7 @@ def own_steps(tiny: Tiny, ranks: TwoRanks) -> str:
 
 def resumed_training(tiny: Tiny, ranks: TwoRanks) -> str:
     """Check checkpoints of two ranks: what they hold, and that one rank resumes from them."""
+    # The same steps without ZeRO
     plain = PlainTraining(tiny, optimizer_in_use, CLIP)
     start = weights_now(plain)
     for step in range(STEPS):
@@ -255,6 +262,7 @@ def check_tag(tiny: Tiny, folder: Path, way: str, plain: PlainTraining) -> None:
 
 def use_one_rank() -> None:
     """Let this process be a run of one rank."""
+    # A process group without a network
     if not dist.is_initialized():
         ranks_from_environment()
         store = dist.HashStore()
@@ -265,6 +273,7 @@ def use_one_rank() -> None:
 
 def resume(tiny: Tiny, folder: Path) -> Trained:
     """Load a checkpoint into an engine of one rank at ZeRO-2, and make one more step."""
+    # As many sequences per step as the two ranks had
     accumulation = ACCUMULATION * RANKS
     config = json_of(2, 1, accumulation, CLIP)
     with silence_stdout():
