@@ -89,6 +89,8 @@ def write_atomic(path: str | os.PathLike, content: str | bytes) -> None:
     if isinstance(content, str):
         content = content.encode()
     temp, _, _ = write_temp(path, [content])
+
+    # The rename is atomic, and the folder keeps it after a power failure
     os.replace(temp, path)
     fsync(os.path.dirname(os.path.abspath(path)))
 
@@ -215,6 +217,7 @@ def refuse_broken_link(path: str | os.PathLike, option: str) -> None:
 
     Most often its target is on a disk that isn't mounted. option: the command line's, for `path`.
     """
+    # A link above the path breaks it just as well
     path = Path(path).absolute()
     for place in (path, *path.parents):
         if os.path.islink(place) and not os.path.exists(place):
@@ -227,6 +230,7 @@ def refuse_broken_link(path: str | os.PathLike, option: str) -> None:
 def is_lock_of(lock: TextIO, folder: str | os.PathLike) -> bool:
     """Return whether a folder still holds the file that lock_folder() has returned."""
     try:
+        # Of the link itself: another one's target may be anything
         held = os.stat(os.path.join(folder, ".lock"), follow_symlinks=False)
     except OSError:
         return False
@@ -238,6 +242,7 @@ def private_temp_dir() -> Path:
 
     Raises UserError if another user has taken its name.
     """
+    # One folder for each user, so that no other user's is in the way
     folder = Path(tempfile.gettempdir(), f"gpt2-deepspeed-{os.geteuid()}")
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)

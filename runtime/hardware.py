@@ -125,6 +125,7 @@ def find_gpu(target: float | str) -> Gpu:
 def peak_flops(device: Device) -> float | None:
     """Return the device's peak in FLOP/s, or None if it isn't in GPUS. MFU is n/a then."""
     if torch.device(device).type != "cuda":
+        # Peaks are known of GPUs alone
         return None
     gpu = gpu_named(torch.cuda.get_device_name(device))
     if gpu is None or gpu.tflops is None:
@@ -137,6 +138,7 @@ def attention_backends(device: Device) -> list[SDPBackend]:
 
     On an H200, cuDNN's is 1.4x as fast as flash.
     """
+    # The order in which SDPA tries them
     backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     if torch.cuda.get_device_capability(device)[0] >= 9:
         backends.insert(0, SDPBackend.CUDNN_ATTENTION)

@@ -110,7 +110,6 @@ def fetch_from_hub(name: str, download: bool = True) -> str | None:
     Download it if it isn't cached. download=False: only check that it is cached or that the hub
     answers, and return None. Raises UserError.
     """
-
     # A name only, so that no path reaches the hub
     if name not in PRETRAINED:
         raise UserError(f"'{name}' is not a folder, a file or one of {', '.join(PRETRAINED)}")
@@ -175,7 +174,6 @@ def read_config(source: str) -> dict[str, Any]:
 
     Raises UserError if it isn't a GPT-2.
     """
-
     # nanoGPT keeps configuration and weights in one file
     if os.path.isfile(source):
         return read_nanogpt(source)[0]
@@ -225,7 +223,6 @@ def load_safetensors(path: str | os.PathLike) -> dict[str, Tensor]:
 
     Raises any exception if it is damaged.
     """
-
     # A header's length comes first, and decides how much is read for it
     with open_regular(path, MAX_WEIGHTS_BYTES) as file:
         header_bytes = int.from_bytes(file.read(8), "little")
@@ -287,7 +284,6 @@ def check_sizes(source: str, config: Any) -> None:
 
     Call it before the model is allocated. No file takes less than a byte per parameter.
     """
-
     # The embeddings, and the matrices of each block: the least that this shape has
     width = config.n_embd
     n_params = (config.vocab_size + config.block_size) * width + config.n_layer * 12 * width**2
@@ -311,7 +307,6 @@ def open_weights(source: str) -> dict[str, Tensor]:
     A folder has a model.safetensors or a pytorch_model.bin, which may be in shards. Tensors are
     memory-mapped if the format allows that. Raises UserError.
     """
-
     # nanoGPT's file has all tensors
     if os.path.isfile(source):
         _, tensors = read_nanogpt(source)
