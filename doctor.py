@@ -117,6 +117,7 @@ def python() -> Iterator[Row]:
 
 def packages() -> Iterator[Row]:
     """Compare the packages with the tested versions of the file that has this PyTorch."""
+    # PyTorch 2.7 is the last for Volta GPUs, and has a file of its own
     file = "requirements.txt"
     if torch.__version__.startswith("2.7."):
         file = "requirements-volta.txt"
@@ -167,8 +168,11 @@ def cuda() -> Iterator[Row]:
 def gpus() -> Iterator[Row]:
     """Check each GPU's free memory."""
     for i in range(GPUS):
+        # What other processes have taken counts as used
         gpu = torch.cuda.get_device_properties(i)
         free, total = torch.cuda.mem_get_info(i)
+
+        # What dtype=auto takes on this GPU
         dtype = "float16"
         if (gpu.major, gpu.minor) >= (8, 0):
             dtype = "bfloat16"
@@ -209,6 +213,7 @@ def compilers() -> Iterator[Row]:
 
 def host() -> Iterator[Row]:
     """Check the host's memory, and the disk of this folder."""
+    # Of the container, if it has a limit
     free = hardware.available_memory()
     total = psutil.virtual_memory().total
     detail = f"{free / 1e9:.1f} GB free of {total / 1e9:.1f}"

@@ -154,9 +154,13 @@ def code_of_failure(error: Any) -> int:
     rank, first = min(
         error.failures.items(), key=lambda item: (item[1].exitcode > 0, item[1].timestamp)
     )
+
+    # A signal ends it before it could explain anything
     if first.exitcode < 0:
         print(f"rank {rank} was killed by {first.signal_name()}", file=sys.stderr)
         return 128 - first.exitcode
+
+    # Ranks that have not explained themselves have printed a traceback
     code = first.exitcode
     if code not in EXPLAINED_CODES and code < 128:
         print(
@@ -189,6 +193,7 @@ def exit_with_usage(problem: str) -> NoReturn:
 
 def check_arguments(args: argparse.Namespace) -> int:
     """Return the number of nodes of torchrun's arguments. Raises ValueError."""
+    # How many nodes there are says which of the other arguments count
     from torch.distributed import run
 
     _, nodes = run.parse_min_max_nnodes(args.nnodes)
@@ -209,6 +214,7 @@ def refuse_further_launchers(nodes: int) -> None:
 
     Each would be a run of its own, with a part of the batch.
     """
+    # Under srun, one launcher for each node is right, and more are not
     launcher = launchers.STARTED_BY
     if launcher is None:
         return
@@ -314,6 +320,7 @@ def count_gpus() -> int:
 
     from runtime.gpu_problems import undetected_gpu
 
+    # A GPU that is there but can't be used is an error, and no reason to train on the CPU
     problem = undetected_gpu()
     if problem:
         exit_with_error(": ".join(problem))
@@ -334,6 +341,7 @@ def prepare_own_dataset(name: str | dict) -> None:
 
     Those of other folders are code of others.
     """
+    # Only a missing dataset is made, so that a repeated start is fast
     folder = ROOT / "data" / str(name)
     if name not in OWN_DATASETS or (folder / "train.bin").exists():
         return

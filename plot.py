@@ -184,6 +184,7 @@ def draw_panel(axis: Any, runs: dict[str, list[dict]], key: str) -> None:
 
 def draw_line(axis: Any, history: list[dict], key: str, color: str) -> None:
     """Draw the values of each step, or of groups of steps."""
+    # In the axis's unit, and few enough points to be told apart
     unit = PANELS[key].unit
     points = [(iteration, value / unit) for iteration, value in series(history, key)]
     groups = downsample(points)
@@ -244,6 +245,7 @@ def draw(runs: dict[str, list[dict]], form: str) -> bytes:
     columns = max(1, 160 // (longest + 8))
     figure.legend(axis.lines, names, loc="outside upper left", ncols=columns)
 
+    # In memory, so that the caller decides how the file is replaced
     picture = io.BytesIO()
     figure.savefig(picture, format=form, dpi=120)
     return picture.getvalue()

@@ -102,9 +102,12 @@ def opening(prompt: str) -> str:
 
 def show_json(prompt: str, text: TextStream) -> None:
     """Print a sample as a line of JSON."""
+    # Why the text ends: it has as many tokens as asked for, or the model has ended it
     ended = "length"
     if text.has_ended:
         ended = "end_of_text"
+
+    # One object per line, for other programs
     record = {
         "model": name,
         "prompt": prompt,
@@ -193,6 +196,7 @@ if interactive:
 # The samples
 done = 0
 for prompt, ids in prompts:
+    # A conversation has to fit the context, so its answer may be shorter
     room = max_new_tokens
     if chat:
         room = talk.room(ids)
