@@ -55,6 +55,8 @@ def runs_that_fit(plan: RunPlan) -> list[Fit]:
     recomputation and compact optimizer state, the largest micro-batch.
     """
     found = []
+
+    # Times are relative to those that were measured on H200s
     gpu_speed = (plan.execution.peak_flops or H200_FLOPS) / H200_FLOPS
     both = (False, True)
     for preset, recompute, compact in itertools.product(PRESETS, both, both):
@@ -85,6 +87,7 @@ def runs_that_fit(plan: RunPlan) -> list[Fit]:
 
 def can_use(plan: RunPlan, preset: str) -> bool:
     """Return whether a RunPlan's other settings and hardware can use a preset."""
+    # What this hardware and these settings rule out
     offload = "offload" in preset
     if offload and plan.execution.device == "cpu":  # whose memory is the host's already
         return False
@@ -102,6 +105,8 @@ def arguments(plan: Any, **others: object) -> str:
     }
     if plan.settings.accumulate_locally is True:
         wanted["accumulate_locally"] = False
+
+    # Only what differs from the command that was typed
     words = [
         f"--batch_size={plan.batch.micro}",
         f"--gradient_accumulation_steps={plan.batch.accumulation}",
@@ -133,6 +138,8 @@ def advice(plan: RunPlan) -> list[str]:
     """Return lines with the settings that fit if those of a RunPlan don't, the fastest first."""
     if fits(gpu_bytes(plan), plan):
         return []
+
+    # The fastest first, and LoRA last, because it trains something else
     lines = []
     for fit in runs_that_fit(plan):
         lines.append(f"  {format_bytes(fit.size):>9}  {fit.time:>4.1f}x  {fit.arguments}")

@@ -54,6 +54,8 @@ def shape_settings(settings: Any) -> dict[str, Any]:
     """Return {name: value} of the settings that have the name of a field of GPTConfig. None: its
     default."""
     shape = {}
+
+    # A setting that isn't given leaves the field to the weights
     for name in SHAPE:
         value = getattr(settings, name, None)
         if value is not None:
@@ -63,6 +65,7 @@ def shape_settings(settings: Any) -> dict[str, Any]:
 
 def check_shape(where: str, saved: Mapping, wanted: Mapping) -> None:
     """Raise CheckpointError unless the saved model has the wanted values, {name: value}."""
+    # All that differs, as options to add
     differing = []
     for name, value in wanted.items():
         if saved[name] != value:
@@ -84,6 +87,7 @@ def check_compatible(
 
     data, lora: of the run. where: out_dir/tag. state: of its manifest. config: of its model.
     """
+    # The model first: with another one, nothing else can be compared
     was = state["settings"]
     shape = {"block_size": settings.block_size, **shape_settings(settings)}
     check_shape(where, asdict(config), shape)
@@ -165,6 +169,8 @@ def note_batch(where: str, manifest: Mapping, batch: BatchSizes, notes: list[str
     run."""
     state = manifest["state"]
     before = state["settings"]
+
+    # The tag's own sequences per step, over all of its ranks
     per_rank = before["batch_size"] * before["gradient_accumulation_steps"]
     per_step = manifest["world_size"] * per_rank
     if per_step != batch.sequences:
