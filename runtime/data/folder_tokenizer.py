@@ -110,6 +110,8 @@ def tokenizer_of_folder(folder: str | os.PathLike) -> dict | None:
     UserError if the folder has a tokenizer in a form that isn't read here.
     """
     folder = Path(folder)
+
+    # A tokenizer.json says all. The older form comes second
     if is_there(folder, "tokenizer.json"):
         meta = tokenizer_file_meta(folder / "tokenizer.json")
     elif is_there(folder, "vocab.json") and is_there(folder, "merges.txt"):
@@ -255,6 +257,7 @@ def meta_of_vocab_and_merges(folder: Path) -> dict:
 
 def read_merges(file: Path) -> list[list[str]]:
     """Return the pairs of tokens of a merges.txt, in order. Raises UserError."""
+    # The first line may name the version of the format
     try:
         lines = read_regular(file, MAX_TOKENIZER_BYTES).decode("utf-8").split("\n")
     except UnicodeDecodeError as error:
@@ -308,6 +311,7 @@ def added_tokens(folder: Path, config: dict, vocab: dict[str, int]) -> list[dict
             f"the added tokens of {folder} can't be used ({error}): restore them"
         ) from None
 
+    # As transformers writes them, in the order of their ids
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     tokens = []
     for token, number in sorted(added.items(), key=lambda item: item[1]):
@@ -341,6 +345,7 @@ def assumed_tokenizer(source: str, vocab_size: int) -> tuple[dict | None, str]:
     The first is {"tokenizer", "vocab_size"}, or None. source, vocab_size: see
     tokenizer_of_weights().
     """
+    # Only these two sizes are GPT-2's own
     if vocab_size not in (GPT2_VOCAB, PADDED_GPT2_VOCAB):
         return None, ""
     assumed = {"tokenizer": {"kind": "gpt2"}, "vocab_size": GPT2_VOCAB}
