@@ -50,6 +50,7 @@ def split_matrices(
     its share, the matrices of one place in a block follow each other, so that they make up a batch
     of a GEMM.
     """
+    # Each rank's blocks, of which it gets the matrices
     of_blocks = model.muon_matrices()
     n_blocks = len(of_blocks)
     # {parameter: parts}, in the order of the group. Blocks may share a parameter
@@ -108,6 +109,7 @@ def orthogonalize(x: Tensor, product: Callable[..., Tensor]) -> Tensor:
     rounds lose small singular values to rounding. product(x, y, alpha, beta): alpha x y^T + beta x,
     which is symmetric, because A and all p(A) commute.
     """
+    # The smaller side of the matrices makes the smaller product
     a, b, c = COEFFICIENTS
     is_tall = x.size(1) > x.size(2)
 
@@ -141,6 +143,7 @@ def plain_product(x: Tensor, y: Tensor, alpha: float = 1.0, beta: float = 0.0) -
 def next_direction(grads: Tensor, momentum: Tensor, clip: Tensor, is_applied: Tensor) -> Tensor:
     """Add clipped gradients to the momentum, clear them, and return Nesterov's direction (bfloat16,
     on CPU float32)."""
+    # A step that isn't applied leaves the momentum as it is, and clears the gradients
     clipped = torch.where(is_applied, grads * clip, 0.0)
     momentum.lerp_(clipped, is_applied * (1 - MOMENTUM))
     grads.zero_()
@@ -178,6 +181,7 @@ def apply_compact_update(
     half: Tensor, remainder: Tensor, update: Tensor, lr: Tensor, decay: Tensor
 ) -> None:
     """Do what apply_update() does to weights that are bfloat16 and remainders."""
+    # The fp32 weights exist only for this step
     weights = join_weight(half, remainder)
     weights = weights * (1 - decay) - update.float() * lr
     new_half, new_remainder = split_weight(weights)
@@ -242,6 +246,7 @@ class Muon:
 
     def add(self, matrix: MatrixBatch) -> None:
         """Add a matrix: to the batch before it if it can, or not at all if others own it."""
+        # Only matrices of one shape that lie together are one batch
         last = self.batches[-1] if self.batches else None
         is_own = 0 <= matrix.start and matrix.end <= self.size
         fits_last = (
@@ -258,6 +263,7 @@ class Muon:
 
     def step(self, shard: Shard, clip: Clip) -> None:
         """Step a shard, unless the norm is too large, and clear its gradients."""
+        # Decided on the GPU, without waiting for the norm
         factor = clip.factor()
         is_applied = clip.applies()
         # On the device; torch.tensor() would make the CPU wait for backward

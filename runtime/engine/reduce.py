@@ -38,6 +38,8 @@ class LocalAccumulation:
     def __init__(self, layout: Zero2Layout) -> None:
         self.layout = layout
         self.sums = []  # of each parameter group, for all ranks
+
+        # The sinks are views of the sums, so gradients land where they are reduced from
         for shard, size in zip(layout.shards, layout.flat_sizes, strict=True):
             if layout.world_size == 1:
                 sums = shard.grads
@@ -61,6 +63,8 @@ class LocalAccumulation:
         layout = self.layout
         if layout.world_size == 1:
             return
+
+        # The mean over the ranks, and zeros for the next step
         for shard, sums in zip(layout.shards, self.sums, strict=True):
             dist.reduce_scatter_tensor(shard.grads, sums, group=layout.group)
             shard.grads.div_(layout.world_size)
