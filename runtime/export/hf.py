@@ -61,6 +61,7 @@ def write_model(model: nn.Module, folder: str, end: int | None, dtype: str) -> l
 
 def hf_config_of(model: nn.Module, end: int | None, dtype: str) -> GPT2Config:
     """Return transformers' configuration of a GPT. end, dtype: as for write_model()."""
+    # The names of the two forms of GELU in transformers
     c = model.config
     activation = "gelu"  # exact, as nanoGPT's. check_model() compares logits
     if getattr(c, "gelu", "none") == "tanh":
@@ -140,6 +141,7 @@ def write_tokenizer(
     template: of chats, or None. For GPT-2 there are also vocab.json and merges.txt, with the
     content of OpenAI's encoder.json and vocab.bpe.
     """
+    # What transformers would otherwise choose by itself
     options = {
         "model_max_length": block_size,
         "chat_template": template,
@@ -161,6 +163,7 @@ def fast_tokenizer(meta: dict[str, Any], options: dict[str, Any]) -> PreTrainedT
 
     meta: the "tokenizer" of a meta.json. options: of any tokenizer in transformers.
     """
+    # The library's own tokenizer, which transformers wraps
     if meta["kind"] == "char":
         own = char_tokenizer(meta["chars"])
     else:
@@ -221,6 +224,8 @@ def write_peft_adapter(
     for name, w in weights.items():
         if name.endswith((LORA_A, LORA_B)):
             adapter[f"base_model.model.{name}.weight"] = w.contiguous()
+
+    # The same settings under PEFT's names
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -242,6 +247,7 @@ def gpt2_vocab_and_merges() -> tuple[dict[str, int], list[tuple[str, str]]]:
 
     Both have a letter for each byte. Raises UserError.
     """
+    # Tokens are bytes. The files show each byte as a printable letter
     ranks = gpt2_ranks()
     letters = bytes_to_unicode()
     # Latin-1 has a character for each byte
