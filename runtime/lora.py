@@ -46,6 +46,8 @@ def lora_config(settings: Any) -> dict[str, Any] | None:
     rank = settings.lora_rank
     if not rank:
         return None
+
+    # In the order in which they were named, each once
     modules = [name.strip() for name in settings.lora_target_modules.split(",")]
     modules = list(dict.fromkeys(name for name in modules if name))
     unknown = [name for name in modules if name not in TARGET_MODULES]
@@ -79,6 +81,8 @@ def apply(model: nn.Module, lora: Mapping) -> None:
     check_targets(model, lora["target_modules"])
     model.requires_grad_(False)
     let_gradients_reach_the_first_block(model)
+
+    # The adapters take the place of the matrices, in each block
     for block in model.transformer.h:
         for name in lora["target_modules"]:
             layer = block.get_submodule(name)
@@ -100,6 +104,7 @@ def let_gradients_reach_the_first_block(model: nn.Module) -> None:
 
 def check_not_shared(model: nn.Module, name: str, layer: nn.Module) -> None:
     """Raise UserError if other modules of a model have the weight of a layer."""
+    # A layer of another module with the same weight would go on without the adapter
     holders = [m for m in model.modules() if getattr(m, "weight", None) is layer.weight]
     if len(holders) > 1:
         raise UserError(
@@ -111,6 +116,7 @@ def check_not_shared(model: nn.Module, name: str, layer: nn.Module) -> None:
 def check_targets(model: nn.Module, names: list[str]) -> None:
     """Raise UserError unless a model has what apply() takes: transformer.drop, and these layers in
     each block."""
+    # All that is missing is reported at once
     missing = []
     if not hasattr(model.transformer, "drop"):
         missing.append("transformer.drop, the dropout before its first block")
@@ -135,6 +141,7 @@ def check_targets(model: nn.Module, names: list[str]) -> None:
 def merge(weights: dict[str, Tensor], lora: Mapping) -> None:
     """Merge the adapters into the weights, {name: tensor}, in place. A plain GPT can then load
     them."""
+    # The same sum as in LoRALinear.forward()
     scale = lora["alpha"] / lora["rank"]
     adapted = [name.removesuffix(LORA_A) for name in weights if name.endswith(LORA_A)]
     for name in adapted:

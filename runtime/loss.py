@@ -89,6 +89,7 @@ def compile_loss(head: nn.Module, **options) -> None:
 
 def head_is_ours(head: nn.Module) -> bool:
     """Return whether cross_entropy_with_grad computes what head.losses says."""
+    # A function that the head has of its own counts as edited, too
     for name, known in IMPLEMENTED.items():
         if name in vars(head) or function_hash(getattr(type(head), name, None)) != known:
             return False
@@ -100,6 +101,7 @@ def head_is_ours(head: nn.Module) -> bool:
 def check_by_hand(cross_entropy: Callable) -> None:
     """Raise UserError if the gradient that cross_entropy_with_grad returns isn't that of its
     losses. Somebody may have edited one of the two."""
+    # Large logits and small ones, a row that doesn't count, and padding
     logits = torch.linspace(-3.0, 30.0, 6 * 64, device="cpu").sin().reshape(6, 64).requires_grad_()
     targets = torch.tensor([3, 0, -1, 49, 7, 7], device="cpu")
     with torch.enable_grad():
@@ -122,6 +124,7 @@ def addmm_fp32(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
     total: (rows, columns). a: (rows, n), b: (n, columns), of one dtype.
     """
+    # On CUDA, the GEMM itself sums in float32
     if a.is_cuda and a.dtype != total.dtype and ADDMM_OUT_DTYPE:
         return torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     if a.dtype == torch.float16:  # in float16 the sum would overflow
@@ -172,6 +175,7 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         """Return the loss of x (N, n_embd). cross_entropy: cross_entropy_with_grad, maybe compiled.
         chunk: rows at a time."""
+        # Gradients of a loss of 1, which backward scales
         grad_x = torch.empty_like(x)
         grad_weight = None
         if ctx.needs_input_grad[1]:
@@ -250,6 +254,8 @@ class LossByAutograd(torch.autograd.Function):
     def backward(ctx, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of x and of the parameters."""
         grad_x, *grads = ctx.saved_tensors
+
+        # All gradients by the factor of this loss
         scale = scale_of(grad_loss, grad_x.dtype)
         grad_x = (grad_x * scale).to(grad_x.dtype)
         grads = [scaled(grad, scale, dtype) for grad, dtype in zip(grads, ctx.dtypes, strict=True)]
@@ -273,6 +279,7 @@ def scaled(grad: Tensor | None, scale: Tensor, dtype: torch.dtype) -> Tensor | N
 
 def graph_nodes(loss: Tensor) -> Iterator[Node]:
     """Return the nodes of the graph of a loss, each once."""
+    # Without recursion: a graph may be deeper than Python's stack
     nodes = [loss.grad_fn]
     seen = set()
     while nodes:

@@ -78,6 +78,8 @@ def count_elements(
     """Return how many numbers a model's parameters and persistent buffers have. shape_of: as for
     tensors_of()."""
     tensors = tensors_of(model, shape_of)
+
+    # A parameter with several names counts once, by its first
     again = {name for group in tensors.ties for name in sorted(group)[1:]}
     shapes = [shape for name, shape in tensors.params.items() if name not in again]
     return sum(shape.numel() for shape in [*shapes, *tensors.buffers.values()])
@@ -104,6 +106,7 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Set a model to evaluation. Afterwards, each module is as before: some may stay in eval()
     while the others train, such as a frozen part with dropout."""
+    # Each module's own mode, not that of the model
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -162,6 +165,7 @@ def without_memory(make: Callable[[], nn.Module], device: torch.device | str = "
 
     If they were computed from parameters, or can't be, the parameters are on `device`, too.
     """
+    # First without memory; a model that needs numbers is made again with it
     try:
         with torch.device(device), parameters_on_meta():
             model = make()
@@ -201,6 +205,7 @@ def parameters_on_meta() -> Iterator[None]:
 
 def other_tensors(model: nn.Module) -> list[Tensor]:
     """Return the buffers of a model, and the tensors that its modules have as plain attributes."""
+    # Tensors that are neither parameters nor buffers
     tensors = list(model.buffers())
     for module in model.modules():
         tensors += [value for value in vars(module).values() if torch.is_tensor(value)]
