@@ -84,6 +84,7 @@ class Staging:
 
         On a GPU the copies may not be done yet.
         """
+        # Tensors lie one after another, each at a multiple of ALIGNMENT
         filled = 0
         copies: dict[tuple, Tensor] = {}
 
@@ -97,6 +98,8 @@ class Staging:
                 return flat
             if not torch.is_tensor(leaf):
                 return copy.deepcopy(leaf)
+
+            # Tied weights and views of the same memory are copied once
             tensor = leaf.detach()
             if not tensor.numel():
                 return torch.empty_like(tensor, device="cpu")
@@ -170,6 +173,7 @@ def is_size(node: Any) -> bool:
 
 def staged_nbytes(files: Files) -> int:
     """Return the bytes that the tensors of files take in the buffer."""
+    # By the same keys as in copy(), so that the buffer is exactly as large as needed
     sizes = {}
     for leaf in tree_leaves(files):
         if isinstance(leaf, Decoded):

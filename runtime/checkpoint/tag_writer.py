@@ -61,6 +61,7 @@ class TagWriter:
 
         Whatever fails, each rank reaches all collectives.
         """
+        # Under a name that no reader takes for a tag
         work = self.store.path(manifest["tag"], ".saving")
         written, failures = self.write_on_all_ranks(work, files)
         failure = failures[0] if failures else None
@@ -76,6 +77,8 @@ class TagWriter:
             if failure and is_full(self.store.out_dir):
                 failure = "the disk is full"
                 again = self.store.delete_oldest()
+
+        # All ranks have to know whether to write again
         failure, again = broadcast_from_rank0((failure, again), self.group)
         return failure, again
 
@@ -84,6 +87,7 @@ class TagWriter:
 
         Return (the digests of each rank's files, the failures, with their ranks).
         """
+        # Writing and hashing are on a thread of their own, so that this one can talk to the others
         own_digests: Digests = {}
         own_failures: list[str] = []
         writer = threading.Thread(
