@@ -125,6 +125,7 @@ def complete_config(
             fix = "use stage 3, or remove it"
         problems.append(f'"zero_optimization.offload_param" has no effect below stage 3: {fix}')
 
+    # All problems at once, so that one edit is enough
     if problems:
         raise UserError("\n".join(f"{path}: {problem}" for problem in problems))
     notes = repair(config, compiled)
@@ -154,6 +155,7 @@ def set_precision(config: dict[str, Any], dtype: str) -> list[str]:
 
 def read_json(path: str) -> dict[str, Any]:
     """Return the object in a JSON file. Raises UserError for invalid JSON and duplicate keys."""
+    # A byte order mark does no harm
     try:
         text = read_regular(path, MAX_JSON_BYTES).decode("utf-8-sig")
         config = json.loads(text, object_pairs_hook=without_duplicates)
@@ -170,6 +172,7 @@ def read_json(path: str) -> dict[str, Any]:
 
 def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return the object of these keys and values. Raises ValueError if a key comes twice."""
+    # Python's json would keep the last one
     content = dict(pairs)
     if len(content) < len(pairs):
         keys = [key for key, _ in pairs]
@@ -236,6 +239,7 @@ def takes_our_gradients(config: Mapping) -> bool:
 
     At stage 3, that needs no offload, and the default prefetching, because ours is another.
     """
+    # Stage 2 is ours with and without offload
     zero = config["zero_optimization"]
     if zero["stage"] == 2:
         return True

@@ -136,6 +136,8 @@ class Engine:
         """
         if self.world_size == 1:
             return
+
+        # The number of micro-steps so far, and whether the step ends
         ranks = all_gather_scalars(micro_steps, ends)
         if any(other != ranks[0] for other in ranks):
             counts = ", ".join(f"{int(n) + (not end)}" for n, end in ranks)
@@ -156,6 +158,8 @@ class Engine:
             raise UserError(
                 "an optimizer step had no micro-step: call engine.micro_step() before it"
             )
+
+        # Before the first collective of the step, which would hang if the ranks differ
         self.check_ranks(self.micro_steps, ends=True)
         self.untouched.check()
         if self.our_step and self.steps < CHECKED_STEPS:

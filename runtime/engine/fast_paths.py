@@ -83,6 +83,7 @@ QUIET = ("one rank", "not ZeRO-3", "no fused blocks", "compact_optimizer=False")
 
 def inspect_model(model: nn.Module) -> ModelFacts:
     """Return what a GPT fits, also one on the meta device. Call this before anything changes it."""
+    # What the model fits, whatever the machine and the settings are
     _, no_blocks = blocks_to_gather(model)
     found = fit(model)
     fused = found.fused()
@@ -102,6 +103,8 @@ def check_trainable(model: nn.Module) -> None:
     """Raise UserError if DeepSpeed can't shard a parameter, or no checkpoint would hold a module's
     state."""
     check_extra_state(model)
+
+    # A parameter without a dimension has no rows to cut
     for name, param in model.named_parameters():
         if param.dim() == 0:
             raise UserError(
