@@ -74,6 +74,7 @@ def files_below(root: str) -> Iterator[str]:
     A folder to which several links lead is read once. Raises UserError for a link that leads out of
     the folder, and for a pipe or a device.
     """
+    # By real paths, so that links in a circle end
     real_root = os.path.realpath(root)
     seen = set()
     waiting = [(root, real_root)]  # folders and their real paths
@@ -115,6 +116,7 @@ def target_inside(path: str, real_root: str) -> str:
 
 def kind_of(name: str) -> str:
     """Return what a file of this name holds: text, jsonl, parquet, arrow, csv, tsv or shard."""
+    # The extension below that of the compression: .jsonl of .jsonl.gz
     extension = Path(COMPRESSED.sub("", name)).suffix
     return KINDS.get(extension.lower(), "text")
 
@@ -126,6 +128,7 @@ def read_records(name: str, kind: str, field: str, max_document_bytes: int) -> I
     <|endoftext|>, and where it gets longer than max_document_bytes. Raises UserError if the file is
     corrupt.
     """
+    # Each kind has a reader of its own, and all raise the same errors
     with sentences(name):
         if kind in ("parquet", "arrow"):
             yield from column_texts(name, field)
@@ -156,6 +159,7 @@ def read_conversations(name: str) -> Iterator[tuple[str, bytes]]:
     Whatever the conversation is like. Raises UserError if the file is corrupt.
     """
     with sentences(name):
+        # A table's rows, or the records of JSON
         if kind_of(name) in ("parquet", "arrow"):
             for number, row in enumerate(json_rows(name), 1):
                 yield f"row {number:,}", row
@@ -180,6 +184,7 @@ def check_pipe_is_text() -> None:
 
 def open_unpacked(name: str) -> BinaryIO:
     """Return a file, or standard input, as a buffered reader of its unpacked content."""
+    # A small compressed file may unpack to a huge one, so it is unpacked once before
     if name == "-":
         return sys.stdin.buffer
     if COMPRESSED.search(name) and os.path.getsize(name) <= MAX_SCANNED_BYTES:
@@ -234,6 +239,7 @@ class UnpackedFile(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         """Read into a buffer, and return the number of bytes."""
+        # Counted while it is read, because no header has to say the truth
         n_bytes = self.stream.readinto(buffer)
         self.unpacked_bytes += n_bytes
         most = max(MAX_UNPACKED_BYTES, MAX_RATIO * self.packed_bytes)
@@ -252,6 +258,7 @@ class UnpackedFile(io.RawIOBase):
 
 def text_chunks(file: BinaryIO, max_document_bytes: int) -> Iterator[bytes]:
     """Yield the pieces of a text file, which together are the file, in constant memory."""
+    # A piece ends at twice the length at the latest
     longest = 2 * max_document_bytes
     buffer = b""
     at = 0  # where the next piece begins
@@ -296,6 +303,7 @@ def chunk_end(buffer: bytes, at: int, max_document_bytes: int) -> int:
 
 def is_inside(buffer: bytes, at: int) -> bool:
     """Return whether a place is inside of a character of UTF-8, or of a Windows line end."""
+    # In UTF-8, all bytes of a character but the first begin with the bits 10
     continues = buffer[at] & 0xC0 == 0x80
     return continues or buffer[at - 1 : at + 1] == b"\r\n"
 
@@ -325,6 +333,8 @@ def text_of(record: bytes, kind: str, field: str) -> tuple[bytes, bool]:
             text = text.removesuffix("\n")
         else:
             ends = bool(n_ends)
+
+    # White space alone counts as an empty document
     if not text or text.isspace():
         return b"", ends
     return check_spaces(text).encode(), ends

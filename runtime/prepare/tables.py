@@ -47,6 +47,8 @@ def check_unique(name: str, columns: Any, of: str = "columns") -> None:
     for repeated, count in collections.Counter(names).items():
         if count > 1:
             raise UserError(f"{name} has several {of} {repeated!r}: rename all but one")
+
+    # Structs have fields, which may be inside of lists
     for column in columns:
         kind = column.type
         while has_one_kind(kind):
@@ -112,6 +114,8 @@ def column_texts(name: str, field: str) -> Iterator[bytes]:
     Raises UserError, and pyarrow's errors.
     """
     schema, read = open_table(name)
+
+    # Columns of text alone, so that a number is not trained on by mistake
     columns = [column.name for column in schema if TEXT.match(str(column.type))]
     if field not in columns:
         raise UserError(f"{name} has no text column {field!r} (text columns: "
@@ -157,6 +161,7 @@ def json_text(value: Any, kind: Any) -> str:
     What is JSON already stays as it is written: decoding it would drop a field that an object has
     twice, and nobody would see it.
     """
+    # From the type, because a text and a JSON value look alike in Python
     if value is not None:
         if is_struct(kind):
             fields = [json_field(value[field.name], field) for field in kind]
@@ -187,6 +192,7 @@ def without_descriptions(files: list[str]) -> list[str]:
 
     Raises UserError if a folder isn't whole.
     """
+    # Folders of save_to_disk have both, the data and its description
     with_state = {os.path.dirname(file) for file in files if os.path.basename(file) == "state.json"}
     with_arrow = {os.path.dirname(file) for file in files if file.endswith(".arrow")}
     data = {}  # of each folder of save_to_disk, the names of its data files
