@@ -184,7 +184,7 @@ def draw_panel(axis: Any, runs: dict[str, list[dict]], key: str) -> None:
 
 def draw_line(axis: Any, history: list[dict], key: str, color: str) -> None:
     """Draw the values of each step, or of groups of steps."""
-    # In the axis's unit, and few enough points to be told apart
+    # In the axis's unit, and few enough points to see each
     unit = PANELS[key].unit
     points = [(iteration, value / unit) for iteration, value in series(history, key)]
     groups = downsample(points)

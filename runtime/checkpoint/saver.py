@@ -209,7 +209,7 @@ class Saver:
         if problem:
             self.failed = f"{self.store.path(tag)} could not be saved ({problem})"
 
-        # Rank 0 alone tells of it and cleans up
+        # Rank 0 alone reports it and cleans up
         if dist.get_rank() != 0:
             return
         if problem:

@@ -88,6 +88,7 @@ class TagReader:
 
     def read(self, folder: str, manifest: dict) -> None:
         """Open the files, and set the attributes. Raises any exception."""
+        # Links and devices are refused before any file is opened
         for name in manifest["files"]:
             check_regular(os.path.join(folder, name), follow_links=False)
         by_rank = sorted(manifest["files"], key=numbers_in)
@@ -215,6 +216,7 @@ class TagReader:
         Each rank has its pieces of a group's parameters one after another. The last rank's have
         padding.
         """
+        # Rank by rank, so that the pieces of a parameter are in the order of the ranks
         pieces = defaultdict(list)
         for of_groups in flat:
             for group, tensor in zip(self.groups, of_groups, strict=True):
@@ -232,6 +234,8 @@ class TagReader:
         """
         if tensors[0] is None:
             return
+
+        # The parameters have no gap between them
         start = 0
         for name in names:
             size = math.ceil(self.shapes[name].numel() / parts)
@@ -273,6 +277,7 @@ class TagReader:
         The tag may have them in several groups, of other numbers than the groups have now. Raises
         CheckpointError if the optimizer's numbers of these differ, or if it didn't train one.
         """
+        # The first parameter's group counts, and the others have to agree with it
         found: GroupState | None = None
         for name in names:
             state = self.group_state_of_parameter(name)
@@ -298,6 +303,7 @@ class TagReader:
 
     def tensors(self) -> ModelTensors:
         """Return the names and shapes of what the tag has."""
+        # A parameter that has several names is listed under each of them
         params = dict(self.shapes)
         for name, stored in self.stored_as.items():
             params[name] = self.shapes[stored]
@@ -316,6 +322,7 @@ class TagReader:
     def get(self, name: str, field: str = "weight") -> Tensor:
         """Return a field of a parameter in fp32 on the CPU. It may be a view of the file."""
         with content_errors(self.folder):
+            # Any name of a parameter will do: the files have one
             name = self.stored_as.get(name, name)
             shape = self.shapes[name]
             pieces = [piece.flatten() for piece in self.pieces[field][name]]
@@ -341,6 +348,7 @@ def slice_flat(tensors: Sequence[Tensor], start: int, length: int) -> Tensor:
 
     It is a view if they are in one tensor.
     """
+    # The slice may begin in one rank's tensor and end in another's
     parts = []
     for tensor in tensors:
         # start is the place in this tensor: below 0 if the slice began in one before

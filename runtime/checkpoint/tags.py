@@ -400,7 +400,7 @@ def parse_run_path(path: str | os.PathLike) -> tuple[str, str] | None:
     """
     path = os.path.normpath(path)
 
-    # A tag's own folder comes first: it may lie in any out_dir
+    # A tag's own folder comes first, whatever its out_dir
     folder, name = os.path.split(path)
     if TagStore(folder).is_complete(name):
         return folder, name

@@ -330,7 +330,7 @@ def from_resume(
 def find_tag(store: TagStore, settings: Any) -> tuple[str, dict]:
     """Return (tag, manifest) of the tag to resume from. Raises CheckpointError if none can be
     read."""
-    # Without a tag, "latest" gives the error that says so
+    # Without a tag, "latest" gives the right error
     names = [settings.resume_tag]
     if settings.resume_tag == "latest":
         names = store.newest_first() or ["latest"]
