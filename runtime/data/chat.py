@@ -30,6 +30,7 @@ def render(messages: Messages, template: str, eos_token: str) -> str:
     The template of somebody else is sandboxed by transformers, so it runs no code. But it may loop
     for hours, or double a text until the memory is full: it is rendered in a process with limits.
     """
+    # Ours needs no limits
     if template == TEMPLATE:
         text, _ = render_here(messages, TEMPLATE, eos_token)
         return text
@@ -57,6 +58,7 @@ def render_here(
     """
     from transformers.utils.chat_template_utils import render_jinja_template
 
+    # Our template alone has the tags that mark answers
     is_ours = template == TEMPLATE
     with RENDERER:
         rendered: Any = render_jinja_template(
@@ -131,6 +133,7 @@ class Chat:
         Leave out the oldest messages if they don't leave a quarter of the context to the answer.
         Raises UserError.
         """
+        # The conversation so far, and the new message
         self.asked = [*self.messages, {"role": "user", "content": text}]
         ids = self.encode_asked()
 

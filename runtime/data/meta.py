@@ -69,6 +69,7 @@ class NanoGPTMeta(TypedDict):
 
 def parse_meta(content: bytes) -> dict:
     """Return the meta of the content of a meta.json. Raises ValueError."""
+    # First the JSON, then the types, then what they say together
     meta = parse_json(content)
     check_type(meta, Meta)
     check_meta(meta)
@@ -77,6 +78,7 @@ def parse_meta(content: bytes) -> dict:
 
 def check_meta(meta: dict) -> None:
     """Raise ValueError where the values of a Meta don't fit together."""
+    # A format that this version knows
     tokenizer = meta["tokenizer"]
     kind = tokenizer["kind"]
     vocab_size = meta["vocab_size"]
@@ -92,6 +94,8 @@ def check_meta(meta: dict) -> None:
         chars.encode()
     if kind == "hf" and "sha256" not in tokenizer:
         raise ValueError("its tokenizer has no sha256")
+
+    # Documents end with a token of the vocabulary
     end = tokenizer.get("end_of_text")
     if end is not None and end >= vocab_size:
         raise ValueError(f"its end of text, token {end}, is outside its vocabulary of {vocab_size}")
@@ -103,6 +107,7 @@ def parse_meta_of_nanogpt(pickled: bytes | None, tokens: dict[str, int]) -> dict
     pickled: the content of meta.pkl, or None if there is none. tokens: {"train_tokens",
     "val_tokens"}. Raises ValueError, and other errors if the pickle is corrupt.
     """
+    # What nanoGPT's scripts write without a meta.pkl: GPT-2's tokens
     meta = {
         "format": 1,
         "tokenizer": {"kind": "gpt2"},

@@ -46,6 +46,7 @@ def mixture_shares(weights: Any) -> dict[str, int]:
 
 def is_mixture(weights: object) -> bool:
     """Return whether a value is {name: weight}, with weights above 0."""
+    # An empty mixture is none
     if not isinstance(weights, dict) or not weights:
         return False
     for name, weight in weights.items():
@@ -90,6 +91,8 @@ def open_datasets(dataset: str | dict[str, float], block_size: int) -> tuple[lis
                 f"{first.name} and {other.name} have different tokenizers: prepare both with the "
                 "same"
             )
+
+    # Plain texts have no template, and go with any
     with_template = [data for data in datasets if "template" in data.meta]
     for other in with_template:
         one = with_template[0]
@@ -108,6 +111,7 @@ def open_datasets(dataset: str | dict[str, float], block_size: int) -> tuple[lis
 
 def _in_common(datasets: list[Dataset]) -> dict:
     """Return what the data of a run is, as a meta.json has it, with "datasets", a dict of each."""
+    # What each dataset is, as a checkpoint records it
     templates = [data.meta["template"] for data in datasets if "template" in data.meta]
     parts = []
     for data in datasets:
@@ -131,6 +135,7 @@ def same_data(a: list[dict], b: list[dict]) -> bool:
 
     nanoGPT's have no hashes.
     """
+    # In the same order, because the mixture's order depends on it
     if len(a) != len(b):
         return False
     for mine, theirs in zip(a, b, strict=True):
@@ -147,6 +152,7 @@ def same_tokenizer(a: dict, b: dict) -> bool:
 
     It doesn't matter where their files are.
     """
+    # The ids decide, and not where the files are
     mine = a["tokenizer"]
     theirs = b["tokenizer"]
     if a["vocab_size"] != b["vocab_size"] or end_of_text(mine) != end_of_text(theirs):

@@ -60,6 +60,7 @@ def have_same_ids(a: dict, b: dict) -> bool:
     if kinds == {"gpt2", "char"}:
         return False
 
+    # GPT-2's is known by its hashes
     if "gpt2" in kinds:
         other = b if a["kind"] == "gpt2" else a
         return is_gpt2(ids_of(other))
@@ -72,6 +73,8 @@ def ids_of(meta: dict) -> Ids:
     """Return the Ids of a "tokenizer" of the kind char or hf. Raises UserError."""
     if meta["kind"] == "hf":
         return ids_of_tokenizer(hf_tokenizer(meta))
+
+    # Characters are a vocabulary of words with one letter
     encode, decode = tokenizer_of(meta)
     tokens = {char: number for number, char in enumerate(meta["chars"])}
     return Ids(
@@ -143,6 +146,8 @@ def are_equal(a: Ids, b: Ids) -> bool:
                 return False
             if not is_theirs and token not in mine.special:
                 return False
+
+    # How a text becomes tokens, before and in the model
     if a.rules != b.rules or a.words != b.words:
         return False
     if a.before is not None and a.before == b.before:
