@@ -92,6 +92,7 @@ def has_our_forward(model_class: type[nn.Module]) -> bool:
 
     One that takes anything, as in a decorator, is ours if the class has our other methods.
     """
+    # A forward with `reduction` is written for our programs
     taken = inspect.signature(model_class.forward).parameters
     if "reduction" in taken:
         return True
@@ -187,6 +188,8 @@ class Adapter(nn.Module):
                 f"block_size={block_size} is above the {self.config.block_size} positions that "
                 f"the model has: use --block_size={self.config.block_size}"
             )
+
+        # Only the model knows which of its tensors have the length of the context
         own = getattr(super(), "crop_block_size", None)
         if own is None:
             raise UserError(f"block_size={block_size} needs GPT.crop_block_size: {HOW}")
@@ -260,6 +263,7 @@ class Defaults:
 
         Parameters of two dimensions and more decay.
         """
+        # As in nanoGPT: embeddings decay too, and biases and layer norms don't
         params = [p for p in self.parameters() if p.requires_grad]
         matrices = [p for p in params if p.dim() >= 2]
         vectors = [p for p in params if p.dim() < 2]

@@ -69,6 +69,8 @@ def install(requirements: str, text: str, temporary: Path) -> bool:
     remove_unfinished()
     wheels, what = cpu_wheels(text, config)
     remove_other_torch(is_cpu_build=wheels is not None)
+
+    # The installer's own settings, without those that lead elsewhere
     env = {name: value for name, value in os.environ.items() if name not in MISLEADING}
     env |= {"DS_BUILD_OPS": "0", "PIP_USER": "0", "TMPDIR": str(temporary)}
     options = ["--find-links", wheels] if wheels else []
@@ -120,6 +122,8 @@ def explain_failure():
         if line.startswith("ERROR") and line != "ERROR: Exception:"
     ]
     print("\n".join(errors or [last_line()]), file=sys.stderr)
+
+    # A full disk has a fix of its own
     if re.search(r"No space left|[Qq]uota exceeded", log):
         fix = "free 12 GB here and in pip's cache, which PIP_NO_CACHE_DIR=1 leaves out"
     else:
@@ -133,6 +137,7 @@ def explain_failure():
 def check_imports(text: str):
     """Import the packages that everything needs, or end: then there is no stamp, and the next start
     installs again."""
+    # A package may be there, and a library that it loads may not
     for package in re.findall(r"^(torch|deepspeed)==", text, re.M):
         env = {**os.environ, "DS_ACCELERATOR": "cpu"}
         command = [sys.executable, "-I", "-c", f"import {package}"]
@@ -159,6 +164,7 @@ def cpu_wheels(text: str, config: dict) -> tuple[str | None, str]:
     build for CUDA. So
     does one where pip has an index of its own: nothing shall come from elsewhere then.
     """
+    # What the user chooses, or else what suits this machine
     choice = os.environ.get("VENV_TORCH", "")
     pin = re.search(r"^torch==(\S+)", text, re.M)
     if choice not in ("", "cpu", "cuda"):
@@ -172,6 +178,8 @@ def cpu_wheels(text: str, config: dict) -> tuple[str | None, str]:
         return None, size
     if choice == "" and ("index-url" in config or "no-index" in config):
         return None, f"{size}, from pip's own index"
+
+    # The page has a wheel for each version, Python and machine
     try:
         context = ssl.create_default_context(cafile=config.get("cert"))
         with urllib.request.urlopen(CPU_WHEELS, timeout=10, context=context) as page:
@@ -227,6 +235,7 @@ def pip_configuration(env: Mapping[str, str]) -> dict:
 
     A value of several lines or words, as of find-links, is returned as written.
     """
+    # pip's files in the order in which it reads them: later ones win
     home = Path(env.get("HOME") or "/nowhere")
     folders = env.get("XDG_CONFIG_DIRS") or "/etc/xdg"
     files = [
@@ -236,6 +245,8 @@ def pip_configuration(env: Mapping[str, str]) -> dict:
         Path(env.get("XDG_CONFIG_HOME") or home / ".config", "pip", "pip.conf"),
         VENV / "pip.conf",
     ]
+
+    # PIP_CONFIG_FILE names one more file, or none at all
     named = env.get("PIP_CONFIG_FILE")
     if named == os.devnull:
         files = []
@@ -255,6 +266,8 @@ def pip_configuration(env: Mapping[str, str]) -> dict:
         for name, value in env.items()
         if name.startswith("PIP_")
     }
+
+    # pip takes these values for "not set"
     return {
         name: value.strip()
         for name, value in found.items()
@@ -313,6 +326,7 @@ class Progress:
 
     def read(self, line: str):
         """Take the next line of pip or of uv."""
+        # pip prints the first of these lines, uv both
         started = re.match(r"\s*(?:Downloading|Using cached) (\S+) \(([\d.]+) ?(\w+)\)", line)
         finished = re.match(r"\s*Downloaded (\S+)", line)
         if started:
