@@ -75,7 +75,6 @@ class Conversations:
 
     def report(self) -> list[str]:
         """Return a line for each problem, the most frequent one first."""
-        # Many different problems usually have one cause, so the first ones do
         told = self.problems.most_common(MOST_PROBLEMS)
         lines = []
         for problem, count in told:
