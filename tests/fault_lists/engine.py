@@ -251,6 +251,16 @@ FAULTS = [
         ),
     ),
     Fault(
+        subject="any graph, ZeRO-2, parts",
+        description="of a gradient that comes early in parts, the last part alone is kept",
+        file="runtime/engine/reduce.py",
+        function="BucketedAllReduce.on_grad_ready",
+        old="grad if early is None else early + grad",
+        new="grad",
+        test="engine/test_reduce.py::test_gradients_that_come_early_in_two_parts_are_added",
+        quick=True,
+    ),
+    Fault(
         subject="loop, weights",
         description="what a training loop does to the weights is overwritten without a word",
         file="runtime/engine/untouched.py",
