@@ -101,7 +101,8 @@ class Saver:
         if not self.keep_last:
             return
 
-        # One save at a time: they share the staging buffer
+        # One save at a time: they share the staging buffer. This wait blocks training, too
+        blocked_since = time.monotonic()
         self._join()
         if self.failed:  # the one before, on all ranks
             return
@@ -127,11 +128,12 @@ class Saver:
         copies = self._copy_to_staging(files) if self.background else None
         if copies is None:
             plain = without_attributes(files)
-            self._start(self._write_and_commit, plain, manifest, aliases, start, None)
+            waited_s = start - blocked_since
+            self._start(self._write_and_commit, plain, manifest, aliases, start, waited_s, True)
             self._join()
         else:
-            blocked_s = time.monotonic() - start
-            self._start(self._write_and_commit, copies, manifest, aliases, start, blocked_s)
+            blocked_s = time.monotonic() - blocked_since
+            self._start(self._write_and_commit, copies, manifest, aliases, start, blocked_s, False)
 
     def wait_or_exit(self) -> None:
         """Wait for the current save. If a save has failed, report it and end this process."""
@@ -194,11 +196,13 @@ class Saver:
         manifest: dict,
         aliases: list[str],
         start: float,
-        blocked_s: float | None,
+        blocked_s: float,
+        training_waits: bool,
     ) -> None:
         """Run on the thread: commit a tag, or set .failed.
 
-        start: when the save began. blocked_s: how long training has waited; None: until the end.
+        start: when the save began. blocked_s: how long training has waited. training_waits: it also
+        waits from start to the end of the save.
         """
         # Whatever happens, the thread ends with a sentence and not with a traceback
         tag = manifest["tag"]
@@ -218,8 +222,8 @@ class Saver:
 
         # Tell the log, and the next save how large a tag is
         seconds = time.monotonic() - start
-        if blocked_s is None:
-            blocked_s = seconds
+        if training_waits:
+            blocked_s += seconds
         self.tag_bytes = sum(entry["bytes"] for entry in manifest["files"].values())
         self.on_saved(manifest["iter_num"], tag, self.tag_bytes, seconds, blocked_s)
 

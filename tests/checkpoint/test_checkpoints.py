@@ -54,6 +54,34 @@ def late(self, files, manifest, *rest):
 Saver._write_and_commit = late
 """
 
+# iter_2 is written 0.5 s after training has begun to wait for it
+WAITS_FOR_ITER_2 = """
+import threading, time
+from runtime.checkpoint.saver import Saver
+
+joined = threading.Event()
+saves = []
+
+def save(self, tag, *rest, plain=Saver.save):
+    saves.append(tag)
+    plain(self, tag, *rest)
+
+def join(self, plain=Saver._join):
+    if saves[-1:] == ["iter_4"]:
+        joined.set()
+    plain(self)
+
+def write(self, files, manifest, *rest, plain=Saver._write_and_commit):
+    if manifest["tag"] == "iter_2":
+        joined.wait()
+        time.sleep(0.5)
+    plain(self, files, manifest, *rest)
+
+Saver.save = save
+Saver._join = join
+Saver._write_and_commit = write
+"""
+
 
 def test_memory_in_a_container(monkeypatch, tmp_path):
     """A limit of 1,000,000 bytes, of which 600,000 are taken, 150,000 of them by files that can go."""
@@ -112,6 +140,17 @@ def test_a_save_has_the_state_of_its_step(train, whole, n, asynchronous, plant):
         ours, theirs = (TagReader(r.out_dir / tag, TagStore(r.out_dir).find(tag).manifest) for r in (run, whole(n)))
         assert all(torch.equal(ours.get(name, kind), theirs.get(name, kind)) for name in theirs.shapes
                    for kind in ("weight", *MOMENTS))
+
+
+def test_the_time_that_a_save_blocks_includes_the_wait_for_the_one_before(train):
+    run = done(train(*EIGHT, "--max_iters=4", plant=WAITS_FOR_ITER_2))
+    first, second = [record for record in run.history if "saved" in record]
+    assert (first["saved"], second["saved"]) == ("iter_2", "iter_4")
+    assert 0 < first["blocked_s"] < first["save_s"] - 0.5  # two steps and the wait
+    assert second["blocked_s"] >= 0.5
+    assert second["save_s"] > 0 and second["gb_per_s"] == second["bytes"] / second["save_s"] / 1e9
+    assert f"saved iter_4 in {second['save_s']:.1f} s (" in run.stdout
+    assert f"training was blocked for {second['blocked_s']:.2f} s" in run.stdout
 
 
 @pytest.mark.parametrize("n, ranks", [(2, 2), (3, 1)])

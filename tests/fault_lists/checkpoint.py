@@ -29,6 +29,18 @@ FAULTS = [
         ),
     ),
     Fault(
+        subject="time of a save",
+        description="the wait for an earlier save isn't counted as time that training is blocked",
+        file="runtime/checkpoint/saver.py",
+        function="Saver.save",
+        old="blocked_s = time.monotonic() - blocked_since",
+        new="blocked_s = time.monotonic() - start",
+        test=(
+            "checkpoint/test_checkpoints.py::"
+            "test_the_time_that_a_save_blocks_includes_the_wait_for_the_one_before"
+        ),
+    ),
+    Fault(
         subject="commit order",
         description="a checkpoint gets its name before its files are flushed to the disk",
         file="runtime/checkpoint/tag_writer.py",
