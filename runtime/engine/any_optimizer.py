@@ -37,6 +37,8 @@ def is_adamw(optimizer: torch.optim.Optimizer) -> bool:
     DeepSpeed's on the CPU, with options that the fused step implements."""
     kind = type(optimizer)
     is_cpu_adam = kind.__name__ == "DeepSpeedCPUAdam" and kind.__module__.startswith("deepspeed.")
+
+    # A subclass may compute something else, so the class has to be just this one
     if kind is not torch.optim.AdamW and not is_cpu_adam:
         return False
     if is_cpu_adam and not optimizer.adam_w_mode:
@@ -46,6 +48,8 @@ def is_adamw(optimizer: torch.optim.Optimizer) -> bool:
             return False
         if not group.get("decoupled_weight_decay", True):  # as in Adam
             return False
+
+    # What a user has attached to step() would not run in the fused step
     hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
     has_own_step = "step" in vars(optimizer)  # replaced in this object
     return not any(hooks) and not has_own_step
@@ -60,6 +64,7 @@ def keep_rates_of_groups(optimizer: torch.optim.Optimizer) -> None:
     """
     usual = optimizer.defaults.get("lr")
     for group in optimizer.param_groups:
+        # Nothing to do if the user has given the ratio, or the rate is that of all
         is_given = "lr_ratio" in group and not is_muon(group)
         if is_given or group["lr"] == usual:
             continue
@@ -68,6 +73,8 @@ def keep_rates_of_groups(optimizer: torch.optim.Optimizer) -> None:
                 f"a parameter group has the learning rate {float(group['lr']):g} and the optimizer "
                 f"has {usual}, so their ratio isn't defined: give the group an lr_ratio"
             )
+
+        # The schedule multiplies by this ratio in each step
         own_ratio = float(group["lr"]) / float(usual)
         group["lr_ratio"] = own_ratio * group.get("lr_ratio", 1)
 
@@ -91,6 +98,8 @@ def check_elementwise(
     it. params: those of the model.
     """
     name = type(optimizer).__name__
+
+    # Small random weights and gradients, the same on all ranks
     generator = torch.Generator().manual_seed(0)
     weights = torch.randn(TEST_SHAPE, generator=generator)
     grads = torch.randn(TEST_STEPS, *TEST_SHAPE, generator=generator)
@@ -176,9 +185,12 @@ def make_steps(
     grads: of all steps, stacked, for each tensor. Raises UserError for what can't be sharded or
     saved.
     """
+    # The trial leaves the user's optimizer and weights as they are
     params = [TestWeights(tensor.clone()) for tensor in weights]
     trial = copy_of(optimizer)
     options = {**group, "lr": TEST_LR, "params": params}
+
+    # These are meant for GPUs, and the trial runs on the CPU
     for on_gpus in ("fused", "capturable"):
         if options.get(on_gpus):
             options[on_gpus] = None  # PyTorch chooses
@@ -219,6 +231,8 @@ def copy_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     for name, value in vars(optimizer).items():
         is_container = isinstance(value, dict | list | set)
         vars(trial)[name] = copy.copy(value) if is_container else value
+
+    # As torch.optim.Optimizer begins
     trial.state = defaultdict(dict)
     return trial
 
@@ -229,6 +243,8 @@ def values_of(attributes: dict) -> dict:
     for name, value in attributes.items():
         if name in ("state", "param_groups", "params") or name in OF_PYTORCH:
             continue
+
+        # PyTorch counts the changes of a tensor in place
         if torch.is_tensor(value):
             values[name] = value._version
         elif isinstance(value, dict | list | set):
@@ -257,6 +273,7 @@ def step_by_itself(optimizer: torch.optim.Optimizer, shards: Sequence[Shard], cl
     waits for the norm.
     """
     if clip.applies():
+        # Each shard's clipped gradients, where the optimizer looks for them
         factor = clip.factor()
         params_of_group = defaultdict(list)
         for shard in shards:
@@ -270,6 +287,8 @@ def step_by_itself(optimizer: torch.optim.Optimizer, shards: Sequence[Shard], cl
             group["params"] = params_of_group[i]
         with torch.enable_grad():
             optimizer.step()
+
+        # Give DeepSpeed its lists back
         for group, params in zip(optimizer.param_groups, kept, strict=True):
             group["params"] = params
 

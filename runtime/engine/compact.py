@@ -39,6 +39,8 @@ def split_weight(weights: Tensor) -> tuple[Tensor, Tensor]:
     would not fit. NaN stays NaN.
     """
     bits = weights.view(torch.int32)
+
+    # Round to the nearest bfloat16; what is left fits into 16 bits with a sign
     upper = (bits + 0x8000) >> 16
     lower = bits - (upper << 16)
     # The sum of a NaN's bits would overflow
@@ -50,6 +52,7 @@ def split_weight(weights: Tensor) -> tuple[Tensor, Tensor]:
 
 def join_weight(half: Tensor, remainder: Tensor) -> Tensor:
     """Return the float32 weights of split_weight()."""
+    # A negative remainder borrows from the upper bits, as split_weight() has rounded up
     bits = (half.view(torch.int16).int() << 16) + remainder.int()
     return bits.view(torch.float32)
 
@@ -101,6 +104,8 @@ def encode(values: Tensor, noise: Tensor | None, mantissa: int) -> tuple[Tensor,
     """
     dropped = MANTISSA_OF_FLOAT32 - mantissa
     bits = values.view(torch.int32)
+
+    # Exponent and mantissa without the sign: these bits grow as the values do
     magnitudes = bits & 0x7FFFFFFF
     rounded = (magnitudes + low_bits(noise, dropped)) >> dropped
 
@@ -110,6 +115,7 @@ def encode(values: Tensor, noise: Tensor | None, mantissa: int) -> tuple[Tensor,
     scales = (padded.view(n_blocks, BLOCK).amax(dim=1) >> mantissa).to(torch.uint8)
     base = base_of(scales, mantissa, values.numel())
 
+    # A code counts the steps above the lowest octave. What is below it is at most the smallest
     codes = rounded - base
     smallest = ((base + 1) << dropped).view(torch.float32)
     if mantissa == EXP_AVG_SQ_MANTISSA:
@@ -118,6 +124,8 @@ def encode(values: Tensor, noise: Tensor | None, mantissa: int) -> tuple[Tensor,
         limit = torch.as_tensor(low_bits(noise, 23), device=values.device).float() * 2.0**-23
         is_kept = values.abs() > limit * smallest
     codes = torch.where(codes > 0, codes, is_kept.int())
+
+    # The sign is the highest bit, but zero has none
     if mantissa == EXP_AVG_MANTISSA:
         codes = codes | torch.where((bits < 0) & (codes > 0), 0x80, 0)
     return codes.to(torch.uint8), scales
@@ -131,6 +139,8 @@ def decode(codes: Tensor, scales: Tensor, mantissa: int) -> Tensor:
     if mantissa == EXP_AVG_SQ_MANTISSA:
         bits = (codes + base) << dropped
         return torch.where(codes > 0, bits, 0).view(torch.float32)
+
+    # The first moment: the highest bit of a code is its sign
     magnitudes = codes & 0x7F
     bits = (magnitudes + base) << dropped
     values = torch.where(magnitudes > 0, bits, 0).view(torch.float32)
@@ -239,8 +249,12 @@ def take_remainder(master: Tensor, half: Tensor) -> Tensor:
 def compact_state(half: Tensor, remainder: Tensor, is_muon: bool) -> CompactState:
     """Return the CompactState of weights, with moments of zero."""
     n = half.numel()
+
+    # Muon has no second moment
     if is_muon:
         return CompactState(half, remainder, {"exp_avg": Moment16(n, half.device)})
+
+    # AdamW's first moment has a sign, so it has one bit of mantissa less than the second
     moments: dict[str, Moment8 | Moment16] = {
         "exp_avg": Moment8(n, EXP_AVG_MANTISSA, half.device),
         "exp_avg_sq": Moment8(n, EXP_AVG_SQ_MANTISSA, half.device),

@@ -66,6 +66,8 @@ def step_chunk(
     """Step the elements from `start` on. grads: theirs. seed: of the noise of the step."""
     end = start + grads.numel()
     beta1, beta2 = options["betas"]
+
+    # What is kept, in float32
     weight = compact.read("weight", start, end)
     m = compact.read("exp_avg", start, end)
     v = compact.read("exp_avg_sq", start, end)
@@ -77,6 +79,7 @@ def step_chunk(
     weight = weight * (1 - options["lr"] * options["weight_decay"])
     weight = weight - (rates.size * m) / (v.sqrt() / rates.root + options["eps"])
 
+    # Moments are rounded at random, each with noise of its own; the weight is exact
     noise = noise_of(seed, start, grads.numel())
     compact.write("weight", start, weight)
     compact.write("exp_avg", start, m, noise)

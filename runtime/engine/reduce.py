@@ -87,10 +87,14 @@ class BucketedAllReduce:
     def __init__(self, layout: Zero2Layout) -> None:
         self.layout = layout
         self.owned = owned_pieces(layout)
+
+        # Frozen parameters have no gradient, so they are in no bucket
         trained = {place.param for shard in layout.shards for place in shard.places}
         params = [param for param in layout.module.parameters() if param in trained]
         # Backward computes the gradients in about this order
         self.buckets = make_buckets(params[::-1], layout.bucket_size)
+
+        # Where each parameter's gradient goes
         self.bucket_of = {}
         self.offset_of = {}
         for i, bucket in enumerate(self.buckets):
@@ -115,6 +119,7 @@ class BucketedAllReduce:
 
     def on_grad_ready(self, param: nn.Parameter) -> None:
         """Take a parameter's gradient, when backward has computed it."""
+        # It goes to a bucket, so the parameter doesn't have to keep it
         grad = param.grad
         param.grad = None
         if grad is None:
@@ -127,11 +132,15 @@ class BucketedAllReduce:
                 f"the gradient of {name} came twice in one backward: use torch.utils.checkpoint "
                 "with use_reentrant=False, or add --accumulate_locally=True"
             )
+
+        # Keep one that came early, until its bucket is the current one
         if i > self.current:
             early = self.early.get(param)
             self.early[param] = grad if early is None else early + grad
             return
         self.put(param, grad)
+
+        # Gradients that came early may have filled the next buckets too
         while self.current < len(self.buckets) and self.is_full():
             self.launch_bucket()
 
@@ -178,6 +187,7 @@ class BucketedAllReduce:
     def reduce(self, bucket: Bucket, flat: Tensor) -> None:
         """All-reduce a bucket, and add the part of its gradients that this rank owns to its
         shards."""
+        # The sum over the ranks, in the dtype of the weights
         dist.all_reduce(flat, group=self.layout.group)
         for place in bucket.places:
             if place.param in self.owned:
@@ -197,6 +207,8 @@ class BucketedAllReduce:
         """Reduce all buckets that are left. Called after each backward."""
         while self.current < len(self.buckets):
             self.launch_bucket()
+
+        # The step reads the shards, which the side stream may still be adding to
         for i in range(len(self.buffers)):
             self.wait_for(i)
         self.begin_backward()
@@ -211,6 +223,7 @@ def make_buckets(params: list[nn.Parameter], size: int) -> list[Bucket]:
     places: list[Place] = []
     filled = 0
     for param in params:
+        # Close the bucket that this parameter doesn't fit into
         if places and filled + param.numel() > size:
             buckets.append(Bucket(tuple(places), filled))
             places = []

@@ -22,6 +22,7 @@ def copy_into(layout: Layout, reader: TagReader) -> None:
 
     Raises CheckpointError if the tag has another model, or not all that the optimizer keeps.
     """
+    # Everything is checked before the first weight is copied
     params = dict(layout.module.named_parameters())
     check_tensors(reader.folder, reader.tensors(), reader.source, layout.module, shape_of)
     init_state(layout, reader)
@@ -51,6 +52,7 @@ def copy_into(layout: Layout, reader: TagReader) -> None:
     if any(shard.compact for shard in layout.shards):  # other ranks may have rounded ties
         layout.gather_weights()
 
+    # What is the same on all ranks
     layout.restore_scale(reader.loss_scaler)
     layout.restore_counters(reader.model_state)
 
@@ -79,6 +81,7 @@ def init_state(layout: Layout, reader: TagReader) -> None:
     than now. Raises CheckpointError.
     """
     for shard in layout.shards:
+        # What the tag has for this shard's parameters
         names = [layout.names[param] for param in shard.params]
         saved = reader.group_state_of(names)
         if is_adamw(layout.optimizer):
@@ -93,12 +96,15 @@ def init_state(layout: Layout, reader: TagReader) -> None:
 
 def init_adam_state(shard: Shard, step: Tensor | float) -> None:
     """Create the state of AdamW, DeepSpeed's CPU Adam or Muon for a shard."""
+    # The number of steps, where and as the optimizer would keep it
     if isinstance(shard.optimizer, torch.optim.AdamW):
         is_fused = shard.options.get("fused")
         device = shard.master.device if is_fused else "cpu"
         shard.state["step"] = torch.tensor(float(step), dtype=torch.float32, device=device)
     else:
         shard.state["step"] = int(step)  # DeepSpeed's: a number
+
+    # The moments; compact state has its own tensors for them
     for field in moments_of(shard.options):  # in AdamW's order
         if shard.compact:
             shard.state[field] = placeholder(shard.half.numel(), shard.half.device)
@@ -111,8 +117,11 @@ def init_other_state(
 ) -> None:
     """Create the state of an optimizer that we don't implement: the tag's numbers, and tensors of
     zeros."""
+    # Tensors like the weights, which copy_into() fills
     for field, dtype in dtypes.items():
         shard.state[field] = torch.zeros_like(shard.master, dtype=dtype)
+
+    # Numbers, such as the step, on the device only where PyTorch wants them there
     on_device = shard.options.get("capturable") or shard.options.get("fused")
     for key, value in numbers.items():
         if torch.is_tensor(value):
@@ -124,6 +133,7 @@ def init_other_state(
 def check_state(layout: Layout, reader: TagReader, shard: Shard) -> None:
     """Raise CheckpointError unless the tag has just the tensors that the optimizer keeps for a
     parameter."""
+    # The fields that the optimizer keeps for each element
     kept = ["weight"]
     for key, value in shard.state.items():
         if torch.is_tensor(value) and value.shape == shard.master.shape:
@@ -135,12 +145,16 @@ def check_state(layout: Layout, reader: TagReader, shard: Shard) -> None:
     for piece in shard.pieces:
         name = layout.names[piece.param]
         saved = reader.fields(name)
+
+        # A moment of zeros would resume wrongly without a word
         missing = [key for key in kept if key not in saved]
         if missing:
             raise CheckpointError(
                 f"{reader.folder} has no {missing[0]} of {name}, which the optimizer keeps: "
                 f"{advice}"
             )
+
+        # And so would a moment that is dropped
         unknown = [key for key in saved if key not in kept]
         if unknown:
             raise CheckpointError(

@@ -74,6 +74,8 @@ class OurStep:
         self.layout = layout
         self.reduction = reduction
         self.use_kernel = use_kernel
+
+        # The stepper: of the optimizer itself, of the host, or of each parameter group
         self.has_own_step = not is_adamw(layout.optimizer)
         self.on_host: HostAdam | None = None
         if layout.offloads:
@@ -118,6 +120,7 @@ class OurStep:
         layout.show_state()
         layout.gather_weights()
 
+        # By now, the GPU has been given the whole update, so it has work while the CPU waits
         if copied:
             copied.synchronize()
         applied = norm_on_cpu.item() < limit
@@ -160,4 +163,6 @@ class OurStep:
             step_by_kernel(shard, clip)
         else:
             step_by_pytorch(shard, clip)
+
+        # A skipped step doesn't count
         state["step"] += clip.applies().to(device)
