@@ -265,6 +265,8 @@ class Layout:
         """Let DeepSpeed call make_step() as its step, and count it."""
         engine = self.engine
         zero = engine.optimizer
+
+        # The next call of DeepSpeed's step makes this one
         zero.hooks = zero.hooks._replace(step=make_step)
         # The engine steps only at a boundary of the accumulation
         engine.set_gradient_accumulation_boundary(True)
@@ -303,9 +305,13 @@ class Layout:
         From the first call on, the engine's own save_checkpoint() writes nothing.
         """
         engine = self.engine
+
+        # From the first save on, DeepSpeed's writes go to the Collector
         if type(engine) is DeepSpeedEngine:
             engine.__class__ = QuietEngine
             engine.checkpoint_engine.__class__ = Collector
+
+        # This rank's files, without what DeepSpeed prints about them
         saved: list[tuple[str, dict]] = []
         engine.checkpoint_engine.files = saved
         with silence_stdout():
@@ -595,6 +601,8 @@ class Zero3Layout(Layout):
             hook.remove()
         for bucket in zero3.ipg_buckets.values():
             bucket.buffer = None
+
+        # From here on, our gradients and our step
         zero3.__class__ = OurStage3
         zero3.hooks = hooks
         for sharded in self.params:
@@ -625,6 +633,7 @@ def zero3_layout(engine: DeepSpeedEngine) -> Zero3Layout:
     grads = zero3.grad_partitions_flat_buffer.split([half.numel() for half in halves])
     shards = []
     for i, master in enumerate(zero3.fp32_partitioned_groups_flat):
+        # A sub-group's parts lie one after another, each with its padding at the end
         pieces = []
         offset = 0
         for param in zero3.fp16_groups[i]:
