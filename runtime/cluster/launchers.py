@@ -67,6 +67,8 @@ def find_launcher(environ: MutableMapping[str, str]) -> Launcher | None:
     # torchrun or deepspeed has started this process, or the user has set the variables
     if "RANK" in environ:
         return None
+
+    # Several can have left their variables, such as mpirun within a job of Slurm
     found = [launcher for launcher in LAUNCHERS if number(environ, launcher.size) > 1]
     for launcher in found:
         if ranks_of(environ, launcher):
@@ -83,6 +85,7 @@ def launchers_apart(environ: MutableMapping[str, str]) -> str | None:
     deepspeed tell their ranks how many nodes they know of, and srun and mpirun how many processes
     they have started.
     """
+    # torchrun's name and deepspeed's for the number of nodes
     nodes = max(number(environ, "GROUP_WORLD_SIZE"), number(environ, "CROSS_SIZE"))
     if nodes < 1:  # started by neither of them
         return None
@@ -111,6 +114,8 @@ def adopt_ranks(environ: MutableMapping[str, str]) -> None:
     launcher = find_launcher(environ)
     if launcher is None:
         return
+
+    # Leave all as it is where the numbers don't fit together
     ranks = ranks_of(environ, launcher)
     if not ranks:
         return
@@ -137,6 +142,7 @@ def ranks_of(environ: MutableMapping[str, str], launcher: Launcher) -> dict[str,
 
     Return {} if one is missing or implausible.
     """
+    # -1 for each that is missing, which the last check refuses
     size = number(environ, launcher.size)
     rank = number(environ, launcher.rank)
     local_rank = number(environ, launcher.local_rank)
@@ -173,6 +179,7 @@ def tasks_per_node(text: str) -> list[int]:
     """Return what Slurm writes as 2(x3),1: [2, 2, 2, 1]. Return [] for another text."""
     counts = []
     for part in text.split(","):
+        # Tasks of a node, and for how many nodes in turn that holds
         match = re.fullmatch(r"(\d{1,6})(?:\(x(\d{1,6})\))?", part)
         if match is None:
             return []

@@ -83,6 +83,7 @@ class Shutdown:
 
     def watch_stop_file(self, stop_file: StopFile) -> None:
         """Stop the run when this file appears, or has appeared since stop_file was created."""
+        # Rank 0 alone looks for the file, and the others hear of it in agree()
         if RANK == 0:
             stop_file.remove_earlier()
             self.stop_file = stop_file
@@ -146,6 +147,7 @@ class Shutdown:
 
         A rank that has passed the last barrier has not.
         """
+        # A rank of another node is noticed when a collective with it fails
         dead = [rank for rank, process in self.neighbors.items() if not is_running(process)]
         if not dead:
             return
@@ -159,6 +161,8 @@ class Shutdown:
         """Ask for a stop of all ranks with this exit code. The first request of a rank counts."""
         if self.exit_code is not None or ALL_EXITING.is_set():
             return
+
+        # All ranks hear of it in agree(). The line says that the request has arrived
         self.exit_code = code
         if self.signals:
             self.announce(f"stop requested ({reason or EXIT_REASONS[code]})")
@@ -172,6 +176,7 @@ class Shutdown:
     def agree(self, flag: float = 0) -> tuple[int | None, float]:
         """Return the exit code with which all ranks should stop, or None, and the largest `flag` of
         the ranks. All ranks call this."""
+        # The exit code, if one is requested on this rank
         vote = -1  # to go on
         if self.exit_code is not None:
             vote = self.exit_code
@@ -182,12 +187,15 @@ class Shutdown:
         highest, flag = votes.tolist()
         if highest < 0:
             return None, flag
+
+        # Where ranks ask for different codes, the largest counts
         code = int(highest)
         self.announce(f"stop requested ({EXIT_REASONS[code]})")
         return code, flag
 
     def exit_if_requested(self) -> None:
         """Exit on all ranks if a stop is requested, before the first step. All ranks call this."""
+        # The thread looks only once a second
         self.check_stop_file()
         code, _ = self.agree()
         if code is not None:
@@ -211,6 +219,7 @@ class StopCheck:
 
     def is_requested(self) -> bool:
         """Return whether all ranks should stop here."""
+        # Most calls only count, because a collective can take longer than a batch
         self.batches += 1
         if self.batches < self.next_question:
             return False

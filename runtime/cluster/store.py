@@ -73,6 +73,7 @@ def open_store(timeout: datetime.timedelta) -> dist.Store | None:
 
 def is_on_one_node() -> bool:
     """Return whether all ranks are on this node, by what the launcher says."""
+    # torchrun's name and deepspeed's for the number of ranks on this node
     says_so = "LOCAL_WORLD_SIZE" in os.environ or "LOCAL_SIZE" in os.environ
     alone = os.environ.get("WORLD_SIZE") == "1"
     if not (says_so or alone or has_loopback_master()):
@@ -128,6 +129,7 @@ def open_loopback_store(world_size: int, timeout: datetime.timedelta) -> dist.St
     For launchers whose processes tell nothing about which ranks belong together. Other users of
     this machine can reach it. Raises UserError if the port is in use.
     """
+    # The other ranks connect to rank 0
     port = launcher_variable("MASTER_PORT", end=2**16)
     if launcher_variable("RANK") != 0:
         return dist.TCPStore(
