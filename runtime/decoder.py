@@ -32,6 +32,8 @@ class KVCache:
         if self.runs == len(self.keys):
             self.keys.append(k.new_zeros(*k.shape[:2], self.max_length, k.size(3)))
             self.values.append(v.new_zeros(*v.shape[:2], self.max_length, v.size(3)))
+
+        # In place, so that a CUDA graph finds the cache at the same address
         keys = self.keys[self.runs].index_copy_(2, positions, k)
         values = self.values[self.runs].index_copy_(2, positions, v)
         self.runs += 1
@@ -79,12 +81,15 @@ class Decoder:
         mask = None
         if masked:
             mask = torch.arange(length, device=idx.device) > positions
+
+        # Each block stores the keys and values of these tokens, and reads those before
         for cache in self.caches:
             cache.start(length)
         return self.model(idx, positions=positions, caches=self.caches, mask=mask)[:, 0]
 
     def prefill(self, idx: Tensor) -> Tensor:
         """Return the tokens drawn after idx (B, T), which replaces what the cache holds."""
+        # The prompt's tokens take the first positions
         self.cached = idx.size(1)
         positions = torch.arange(self.cached, device=idx.device)
         return self.draw(self.forward(idx, positions, self.cached))
@@ -92,6 +97,7 @@ class Decoder:
     def decode_one_token(self, token: Tensor) -> Tensor:
         """Return the tokens drawn after one more token (B, 1). On CUDA the next call overwrites
         them."""
+        # A graph reads its input from these tensors
         self.token.copy_(token)
         self.position.fill_(self.cached)
 
@@ -121,6 +127,7 @@ class Decoder:
     def warm_up(self, length: int) -> Tensor | None:
         """Return next_token(length) if no decoder of this model has made a step of these shapes,
         else None. Libraries initialize at their first call, which can't be captured."""
+        # Once for each combination of shapes, which decides what libraries choose
         shapes = (len(self.token), self.max_length, length)
         if shapes in self.model.decoded_shapes:
             return None
@@ -133,6 +140,7 @@ def capture_cuda_graph(
 ) -> Callable[[], Tensor]:
     """Capture step() in a CUDA graph. Return a function that replays it. Its output is always the
     same tensor."""
+    # Each replay has to draw other numbers, so the graph advances the generator
     graph = torch.cuda.CUDAGraph()
     if generator:
         graph.register_generator_state(generator)

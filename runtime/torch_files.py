@@ -68,6 +68,8 @@ def check_torch_file(file: BinaryIO, classes: set[str] | frozenset[str] = frozen
     weights_only in a moment, and zipfile.BadZipFile and OSError.
     """
     file.seek(0)
+
+    # The first bytes tell which of two formats it has
     is_zip = file.read(4) == b"PK\x03\x04"
 
     # Before PyTorch 1.6: pickles one after another
@@ -110,6 +112,7 @@ def check_pickle(pickled: bytes | BinaryIO, classes: set[str] | frozenset[str]) 
 
     pickled: the pickle, or a file that is read to the pickle's end. classes: as above.
     """
+    # A damaged pickle takes from an empty stack, or asks for a number that was never kept
     checker = PickleChecker(REBUILDERS | classes)
     try:
         for operation, argument, _ in pickletools.genops(pickled):
@@ -188,6 +191,7 @@ class PickleChecker:
             function = self.stack.pop()
             self.stack.append(self.call(function, arguments))
         elif operation == "BUILD":
+            # PyTorch copies the state, which is one step for each key and value
             state = self.stack.pop()
             if not isinstance(state, Dict):
                 raise ValueError("it has an object whose state is no dict")
@@ -212,6 +216,7 @@ class PickleChecker:
 
     def set_items(self, items: list) -> None:
         """Put keys and values into the dict on the stack, whose keys must be constants."""
+        # A key is hashed, which takes 2^depth steps for tuples in tuples
         for key in items[::2]:
             if isinstance(key, Opaque | Name | tuple | list):
                 raise ValueError("it has a dict with a key that is neither text nor a small number")
@@ -221,6 +226,8 @@ class PickleChecker:
         """Return what stands for the result of a function or class. Raises ValueError."""
         if not isinstance(function, Name) or not isinstance(arguments, tuple):
             raise ValueError("it calls what is no function")
+
+        # What is called has to be on the list, since it would run
         if function not in self.callable_names:
             raise CouldRunCode(f"it names {function}, which is not read")
         if function == "collections.OrderedDict":

@@ -162,6 +162,7 @@ def parse_json(text: str | bytes, fields_of: Callable[[list], dict] | None = Non
 
 
 def parse_whole_number(digits: str) -> int:
+    # A larger number would overflow later, where it is made a float
     if len(digits) > MAX_DIGITS:
         raise ValueError(f"it holds a number of {len(digits)} digits")
     return int(digits)
@@ -205,6 +206,8 @@ def open_no_follow(path: str | os.PathLike, flags: int) -> int:
     # O_NOFOLLOW refuses a link as well, but its error doesn't name one
     if os.path.islink(path):
         raise UnsafeFileError(f"{path} is a link, and writing would change its target: remove it")
+
+    # A pipe must not make us wait until somebody reads from it
     flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     descriptor = os.open(path, flags, 0o666)
     try:
