@@ -106,6 +106,8 @@ def main() -> None:
         if args.dtype:
             raise UserError("--dtype is for token files (.bin): leave it out")
         meta = prepare_texts(args, folder, files, val_files, kinds)
+
+    # What there is now, and the command that uses it
     report(meta)
     print(f"written to {os.path.relpath(folder)}: train with --dataset={shlex.quote(args.name)}")
 
@@ -113,6 +115,8 @@ def main() -> None:
 def report(meta: dict[str, Any]) -> None:
     """Print what a dataset holds, and what was left out of it. meta: its meta.json."""
     documents = meta["documents"]
+
+    # What each split holds
     for split in SPLITS:
         tokens = counted(meta[f"{split}_tokens"], "token")
         print(f"{split}: {tokens} in {counted(documents[split], 'document')}")
@@ -209,6 +213,8 @@ def prepare_shards(args: argparse.Namespace, parser: argparse.ArgumentParser, fo
         if args.dtype == "uint16" and seeming_type(file) != "uint16":
             print(f"note: {file} seems to hold {seeming_type(file)}, and is read as uint16",
                   flush=True)
+
+    # Where the tokens come from, for meta.json
     source = {"name": " ".join(args.paths), "sha256": None, "bytes": size}
     return shards.prepare(folder, splits, source, tokenizer, vocab_size, args.dtype)
 
@@ -218,6 +224,7 @@ def vocabulary_of_folders(files: list[str]) -> tuple[dict[str, Any], int]:
 
     Raises UserError.
     """
+    # nanoGPT's meta.pkl lies beside its .bin files
     found = []
     for place in sorted({os.path.dirname(file) for file in files}):
         if os.path.exists(os.path.join(place, "meta.json")):
@@ -239,6 +246,8 @@ def prepare_texts(args: argparse.Namespace, folder: Path, files: list[str], val_
     """
     if args.format == "chat" and len(files) > 1:
         files = [file for file in files if not file.endswith(".md")]  # the dataset's card
+
+    # What the result depends on, before anything is written
     splits = choose_splits(files, val_files, args.val_fraction)
     size = size_of(splits.paths)
     options = options_of(args, splits, size, kinds)
@@ -256,6 +265,8 @@ def prepare_texts(args: argparse.Namespace, folder: Path, files: list[str], val_
         print(f"note: {splits.note}", flush=True)
     if args.format is None and "-" in splits.paths:
         inputs.check_pipe_is_text()
+
+    # The texts are tokenized here, by several threads
     return pipeline.prepare(
         folder,
         splits.files,

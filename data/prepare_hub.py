@@ -94,6 +94,7 @@ def load_parts(args: argparse.Namespace) -> list[Any]:
     """
     from datasets import load_dataset
 
+    # Another split for validation only where the user names one
     names = ["train"]
     if args.val:
         names.append(args.val)
@@ -113,6 +114,8 @@ def how_to_reach(dataset: str) -> str:
     """Return the advice for a dataset that can't be read."""
     if os.path.exists(dataset):
         return "check the files in it"
+
+    # For a machine that cannot reach the Hub
     folder = Path(dataset).name
     return (f"set HF_ENDPOINT to a mirror of the Hub, or run hf download {dataset} "
             f"--repo-type=dataset --local-dir={folder} on another machine, and add "
@@ -150,6 +153,8 @@ def main() -> None:
     folder = new_dataset_dir(args.name or Path(args.dataset).name, args.overwrite)
     if os.path.isdir(args.dataset):
         find_files([args.dataset])  # refuses pipes, and links that lead out of it
+
+    # GPT-2's tokens, and the one that ends each document
     tokenizer, vocab_size = tokenizer_meta("gpt2")
     to_ids = numpy_encoder(tokenizer)
     end = end_of_text(tokenizer)
@@ -159,6 +164,8 @@ def main() -> None:
         if len(stored) < len(SPLITS):
             raise UserError(f"{args.dataset} has too few documents for training and validation: "
                             "choose another")
+
+        # The dataset, with the source and the options that it was made with
         train_ids, val_ids = (stored[split, "ids"].view(DTYPE) for split in SPLITS)
         source = {"name": args.dataset, "sha256": None, "bytes": None}
         meta = write_dataset(
