@@ -90,6 +90,7 @@ def score_batch(x: Tensor, y: Tensor) -> Tensor:
     results = []
     sequences = max(1, LOGITS_ROWS // x.size(1))
     for own_x, own_y in zip(x.split(sequences), y.split(sequences), strict=True):
+        # Padding, and what a row only begins with, is not scored
         counts = own_y >= 0
         logits = model(own_x)[counts].float()
         losses = F.cross_entropy(logits, own_y[counts], reduction="none")
@@ -100,6 +101,7 @@ def score_batch(x: Tensor, y: Tensor) -> Tensor:
 
 def padded_length(row: np.ndarray) -> int:
     """Return the number of inputs to which a row is padded, or cut."""
+    # The last token is only a target, so there is one input less
     multiple = -(-(len(row) - 1) // LENGTHS) * LENGTHS
     return min(block_size, multiple)
 
@@ -159,6 +161,7 @@ def score(rows: list[np.ndarray], name: str) -> np.ndarray:
 
 def read_tasks() -> list[Task]:
     """Return what the settings ask for. Raises UserError."""
+    # The weights' own tokenizer, and the bytes of its tokens for bits per byte
     sizes = token_bytes(data)
     encode, _ = tokenizer_of(data["tokenizer"])
     # Lines of JSON
@@ -186,6 +189,7 @@ def read_tasks() -> list[Task]:
 
 def report(task: Task, scores: np.ndarray) -> None:
     """Print the figures of a task. scores: what score() returns of its rows."""
+    # What is printed, and how many rows were longer than the model's context
     figures = figures_of(task.name, scores, task.answers)
     cut = sum(len(row) > block_size + 1 for row in task.rows)
     # A line of JSON, or one to read
