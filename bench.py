@@ -115,6 +115,7 @@ def run_ranks(args: argparse.Namespace, out_dir: str, *command: str | os.PathLik
 
     If they fail, print it and exit.
     """
+    # Processes of their own, so that each measurement begins with an empty GPU
     launcher = [sys.executable, LAUNCHER, "--standalone", f"--nproc_per_node={args.gpus}"]
     with subprocess.Popen(
         [*map(str, launcher), *command, f"--out_dir={out_dir}"],

@@ -57,11 +57,13 @@ def configure(
     Config files are searched for in the working directory, then in `root`. Raises UserError with
     all problems.
     """
+    # All problems are collected, so that a user sees them at once
     settings = Assignments(defaults, annotations or {}, root)
     settings.parse(argv)
     if settings.problems:
         raise UserError("\n".join(settings.problems))
 
+    # The result is frozen, so that no part of a run changes it for another
     values = settings.values
     changed = tuple(name for name, value in values.items() if value != defaults[name])
     namespace = {"requested": settings.requested, "changed": changed, "script": script}
@@ -115,6 +117,8 @@ class Assignments:
         name = name.replace("-", "_")
         if equals:
             return name, value
+
+        # The value may be the next argument, unless that is an option itself
         is_flag = self.allowed.get(name) == FLAG
         if following and not following[0].startswith("--"):
             if not is_flag or following[0].isalnum():  # after a flag, it may be a config file
@@ -152,6 +156,8 @@ class Assignments:
         except UserError as error:  # a path
             self.problems.append(f"{where}: {name}={error}")
             return
+
+        # Keep what "auto" replaces: a script may need both
         if value == "auto" and self.values[name] != "auto":
             self.requested[name] = self.values[name]
         self.values[name] = value
@@ -167,6 +173,8 @@ def fix_of_name(name: str, value: Any, where: str, known: Collection[str]) -> st
         ours = instead_of(name, value)
         if ours is not None:
             return ours
+
+    # Perhaps a typing error
     nearest = did_you_mean(name, known).removeprefix(": ")
     if nearest:
         return nearest
@@ -216,6 +224,8 @@ def validate(value: Any, allowed_types: set[type], choices: tuple) -> Any:
     """
     if (type(value) in allowed_types) or value in choices:
         return value
+
+    # Larger whole numbers don't fit into a float
     if float in allowed_types and type(value) is int and abs(value) < 2**1023:
         return float(value)
     if int in allowed_types and type(value) is float and value.is_integer():

@@ -56,6 +56,7 @@ def protect_output() -> None:
 
     They are None if they were closed when Python started.
     """
+    # Where output goes that nobody can read
     null = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (until the process exits)
 
     # Libraries print to descriptors 1 and 2, so no file or socket may get these
@@ -121,6 +122,7 @@ class ExplainingHook:
     def __call__(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
+        # The first one that knows the error
         for explainer in sorted(EXPLAINERS):
             message = EXPLAINERS[explainer](error)
             if message is not None:
