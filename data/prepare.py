@@ -224,7 +224,7 @@ def vocabulary_of_folders(files: list[str]) -> tuple[dict[str, Any], int]:
 
     Raises UserError.
     """
-    # nanoGPT's meta.pkl lies beside its .bin files
+    # nanoGPT's meta.pkl is in the folder of its .bin files
     found = []
     for place in sorted({os.path.dirname(file) for file in files}):
         if os.path.exists(os.path.join(place, "meta.json")):
