@@ -59,15 +59,21 @@ def residual_layernorm_fwd(
     decode.py."""
     if PDL:
         tl.extra.cuda.gdc_wait()
+
+    # One row per program. Its sum stays in registers, in float32
     row, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     mask = i < C
     x = tl.load(residual + row * C + i, mask=mask, other=0.0).to(tl.float32)
     if ADD:
         x += tl.load(branch + row * C + i, mask=mask, other=0.0).to(tl.float32)
         x += tl.load(branch_bias + i, mask=mask, other=0.0).to(tl.float32)
+
+        # Normalize what is stored, since backward reads that
         rounded = x.to(residual_out.dtype.element_ty)
         tl.store(residual_out + row * C + i, rounded, mask=mask)
         x = rounded.to(tl.float32)
+
+    # The mean and the variance, without the columns of BLOCK beyond C
     m = tl.sum(x) / C
     centered = tl.where(mask, x - m, 0.0)
     s = tl.rsqrt(tl.sum(centered * centered) / C + 1e-5)
@@ -106,6 +112,8 @@ def residual_layernorm_bwd(
     i = tl.arange(0, BLOCK)
     mask = i < C
     w = tl.load(weight + i, mask=mask, other=0.0).to(tl.float32)
+
+    # The sums over this program's rows, in registers
     dweight = tl.zeros([BLOCK], tl.float32)
     dbias = tl.zeros([BLOCK], tl.float32)
     dbranch_bias = tl.zeros([BLOCK], tl.float32)
@@ -116,6 +124,8 @@ def residual_layernorm_bwd(
         x = tl.load(residual_out + offsets, mask=mask, other=0.0).to(tl.float32)
         s = tl.load(rstd + row)
         xhat = tl.where(mask, (x - tl.load(mean + row)) * s, 0.0)
+
+        # The layer norm's gradient has no mean and no component along xhat
         dx = dy * w
         dx = tl.where(mask, (dx - xhat * (tl.sum(dx * xhat) / C) - tl.sum(dx) / C) * s, 0.0)
         if ADD:
@@ -130,6 +140,8 @@ def residual_layernorm_bwd(
         dbias += dy
         if PARTS > 2:
             dbranch_bias += dx
+
+    # A row for each parameter. PyTorch adds those of all programs
     partial_ptr = partials + tl.program_id(0) * PARTS * C + i
     tl.store(partial_ptr, dweight, mask=mask)
     tl.store(partial_ptr + C, dbias, mask=mask)
@@ -191,6 +203,8 @@ def gelu_bwd(
         x = tl.load(h + offsets, mask=mask, other=0.0).to(tl.float32)
         d = tl.load(dg + offsets, mask=mask, other=0.0).to(tl.float32)
         s = gelu_sigmoid(x)
+
+        # GELU's derivative: x * sigmoid(u) by the product rule, and u' of u = 2 sqrt(2 / pi) (...)
         d *= s + x * s * (1 - s) * 1.5957691216057308 * (1 + 0.134145 * x * x)
         largest = tl.maximum(largest, store(dh, offsets, d, mask, scale, slot, FP8))
         total += d
@@ -249,6 +263,7 @@ def reduce_param_grads(partials: torch.Tensor, *params: nn.Parameter) -> list[to
 
     If all have sinks (engine/grad_sink.py) of sums over micro-steps, add to those and return Nones.
     """
+    # Over all programs, still in float32
     sums = partials.sum(0)
     sinks = [getattr(param, "grad_sink", None) for param in params]
     if any(sink is None or sink.one_backward for sink in sinks):
@@ -281,10 +296,13 @@ class ResidualLayerNorm(torch.autograd.Function):
     def forward(
         ctx, residual, branch, branch_bias, out_bias, weight, bias, consumer=None, dtype=None
     ):
+        # A row of the residual stream per program, in one block of columns
         C = residual.size(-1)
         BLOCK = triton.next_power_of_2(C)
         rows = residual.numel() // C
         add = branch is not None
+
+        # Without a branch, the residual stream stays as it is
         residual_out = torch.empty_like(residual) if add else residual
         mean, rstd = residual.new_empty((2, rows), dtype=torch.float32)
         like = residual.new_empty(1, dtype=dtype or residual.dtype).expand_as(residual)
@@ -326,6 +344,8 @@ class ResidualLayerNorm(torch.autograd.Function):
         parts = len(ctx.params)
         count = min(NUM_PROGRAMS, triton.cdiv(rows, 4))
         partials = residual_out.new_empty((count, parts, C), dtype=torch.float32)
+
+        # The branch's gradient is the same, and is copied only for another dtype
         dresidual = torch.empty_like(residual_out)
         dbranch = dresidual
         copy = ctx.branch_dtype != dresidual.dtype
@@ -349,6 +369,8 @@ class ResidualLayerNorm(torch.autograd.Function):
             NUM_STAGES=3,
             **ctx.one_row,
         )
+
+        # In the order of ctx.params: what is there depends on the kind of block
         dweight, dbias, *others = reduce_param_grads(partials, *ctx.params)
         dbranch_bias = dout_bias = None
         if ctx.has_branch:

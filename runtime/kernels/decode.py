@@ -62,6 +62,8 @@ def gemv(
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     i = tl.arange(0, BLOCK)
     mask = i < K
+
+    # The weights don't depend on the previous kernel, so they are read before it ends
     tile = tl.load(
         weight + rows[:, None].to(tl.int64) * K + i[None, :],
         mask=(rows < N)[:, None] & mask[None, :],
@@ -73,6 +75,8 @@ def gemv(
         b = tl.load(bias + rows, mask=rows < N, other=0.0).to(tl.float32)
     if PDL:
         tl.extra.cuda.gdc_wait()
+
+    # x is the previous kernel's result
     values = tl.load(x + i, mask=mask, other=0.0).to(tl.float32)
     if NORM:
         mean = tl.sum(values) / K
@@ -80,6 +84,8 @@ def gemv(
         rstd = tl.rsqrt(tl.sum(centered * centered) / K + 1e-5)
         values = centered * rstd * tl.load(norm_weight + i, mask=mask, other=0.0).to(tl.float32)
         values += tl.load(norm_bias + i, mask=mask, other=0.0).to(tl.float32)
+
+    # The product, and what comes after it, in float32
     y = tl.sum(tile.to(tl.float32) * values[None, :], 1)
     if BIAS:
         y += b
@@ -132,6 +138,8 @@ def decode_attention(
         tl.store(keys + base + at * D + d, own_k)
         tl.store(values + base + at * D + d, own_v)
         m, l, acc = tl.sum(q * own_k.to(tl.float32)), 1.0, own_v.to(tl.float32)
+
+    # Online softmax: a larger score rescales what was summed before it
     while first < end:
         scores = tl.where(positions < end, tl.sum(k.to(tl.float32) * q[None, :], 1), -1e30)
         m_new = tl.maximum(m, tl.max(scores))
@@ -207,6 +215,8 @@ def decode_step_for(model):
 def why_no_decode(model):
     """Return why these kernels can't decode what a model computes, or None."""
     D = model.config.n_embd // model.config.n_head
+
+    # The widest matrix is the MLP's second one
     if 4 * model.config.n_embd > max(TILES):
         return f"n_embd is above {max(TILES) // 4:,}"
     if D & (D - 1) or D < 16:
@@ -218,6 +228,7 @@ def why_no_decode(model):
 def decode_step(model, token, position, caches):
     """Return logits (B, vocab_size) after `token` (B, 1) at `position` (1,): one step of
     decoder.Decoder."""
+    # The embedding of the token and of its position: (B, C)
     x = (model.transformer.wte(token) + model.transformer.wpe(position)).squeeze(1)
     attention = DecodeAttention(x, position, model.config.n_head)
     layers = zip(model.transformer.h, caches, strict=True)
@@ -248,9 +259,13 @@ class DecodeAttention:
         self.heads = heads
         self.programs = batch * heads
         self.head_size = width // heads
+
+        # A larger batch has enough programs without splitting the keys
         wanted = triton.next_power_of_2(triton.cdiv(HEAD_PROGRAMS, batch))
         self.splits = min(MAX_KV_SPLITS, wanted)
         self.keys_at_once, self.warps = ATTENTION_TILES[batch > 1]
+
+        # PDL needs Hopper or later
         hopper = x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0)
         self.pdl = {"launch_pdl": True} if hopper else {}
 
@@ -286,6 +301,8 @@ class DecodeAttention:
 def decode_batch(model, x, layers, attention):
     """Return the logits of several sequences, by cuBLAS's GEMMs. x: (B, C), changed in place."""
     batch, width = x.shape
+
+    # The means and rstds, which the kernel writes and nobody reads here
     stats = torch.empty(2, batch, device=x.device)
     branch = None
     bias = None

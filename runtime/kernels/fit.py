@@ -58,6 +58,8 @@ class Fit:
         """Return why no block fits, or None if one does."""
         if self.fused():
             return None
+
+        # One reason for all blocks needs no numbers
         others = self.others()
         if not others:
             return "the model has no transformer.h"
@@ -69,6 +71,8 @@ class Fit:
 def ranges(numbers: list[int]) -> str:
     """Return ascending numbers as text, such as "0-3, 5"."""
     texts = []
+
+    # Neighbors have the same difference between number and place
     for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
         members = [number for _, number in run]
         first = members[0]
@@ -98,10 +102,14 @@ def why_not_fused(block: nn.Module) -> str | None:
     reason = why_not_known(block) or why_not_shaped(block)
     if reason:
         return reason
+
+    # Someone's own forward would be passed over
     if "forward_uncached" in vars(block):
         return "the forward_uncached of a Block was replaced"
     if block._compiled_call_impl is not None:
         return "a block is compiled by its own compile()"
+
+    # The kernels draw no masks
     if block.attn.dropout or block.attn.resid_dropout.p or block.mlp.dropout.p:
         return "they need dropout=0"
     for name in WITH_WEIGHTS:
@@ -125,9 +133,13 @@ def why_not_known(block: nn.Module) -> str | None:
     """Return why a block and its parts don't compute what model.py's do, or None."""
     if edits.has_global_hooks():
         return "there are hooks for all modules"
+
+    # The block itself, and then each of its parts
     reason = edits.why_not_class(edits.own_class(block), "Block")
     if reason:
         return reason
+
+    # A method that is set on the object hides that of the class
     for method in ("forward", "attn_and_mlp"):
         if method in vars(block):
             return f"the {method} of a Block was replaced"
@@ -183,6 +195,7 @@ def hooks_of_parts(block: nn.Module) -> tuple[dict, ...]:
 def why_not_shaped(block: nn.Module) -> str | None:
     """Return why the parameters of a block with known parts don't have the shapes of GPT-2's, or
     None."""
+    # The shapes of GPT-2's block of this width
     C = block.ln_1.weight.numel()
     hidden = block.mlp.c_fc.bias.numel()
     shapes = {
@@ -201,6 +214,8 @@ def why_not_shaped(block: nn.Module) -> str | None:
             return "a block has parameters of several dtypes"
     if block.ln_1.normalized_shape != (C,) or block.ln_2.normalized_shape != (C,):
         return "a layer norm has another shape"
+
+    # What the kernels need of the sizes
     if C % block.attn.n_head:
         return f"attn.n_head={block.attn.n_head} doesn't divide {C}"
     if C > MAX_WIDTH:
@@ -213,6 +228,8 @@ def why_not_chained(model: nn.Module) -> str | None:
     reason = edits.why_not_our_forward(model)
     if reason:
         return reason
+
+    # Hooks of a block expect one tensor, not three
     if any(edits.has_hooks(block) for block in blocks_of(model)):
         return "a block has hooks"
     ln_f = model.transformer.ln_f
@@ -262,6 +279,7 @@ def why_not_decoder(model: nn.Module) -> str | None:
         function = getattr(function, "__wrapped__", function)  # in torch.no_grad()
         decoder = getattr(function, "__globals__", {}).get("Decoder")
         if decoder is not None:
+            # The cache that this Decoder makes
             cache = decoder.__init__.__globals__.get("KVCache", object)
             return edits.why_not_methods(decoder, "Decoder") or edits.why_not_methods(
                 cache, "KVCache"
@@ -282,6 +300,8 @@ def why_not_around(model: nn.Module) -> str | None:
             return f"{name} has hooks"
     if type(transformer.drop) is not nn.Dropout or "forward" in vars(transformer.drop):
         return "transformer.drop is not PyTorch's Dropout"
+
+    # Dropout may be set, as long as it isn't on
     dropout = transformer.drop.p
     for block in transformer.h:
         dropout = max(dropout, block.attn.dropout, block.attn.resid_dropout.p, block.mlp.dropout.p)
