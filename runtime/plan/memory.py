@@ -151,6 +151,8 @@ def weights(run: MemoryInputs) -> int:
     if uses_offload(run.ds_config, "param"):
         # ZeRO-3 alone shards the weights
         return 0
+
+    # Only stage 3 shards them
     shards = run.batch.world_size if run.stage == 3 else 1
     size = run.params.stored * run.itemsize // shards
     if run.paths.copies.taken:  # attention's four n_embd x n_embd matrices, in float16
@@ -264,6 +266,7 @@ def saved_activations(run: MemoryInputs) -> int:
 
 def loss_bytes(run: MemoryInputs) -> int:
     """Return the bytes that the output layer and the loss take at one time."""
+    # The logits take most, of all tokens of the micro-batch or of a chunk of them
     vocab_size = rows_of_vocabulary(run.model)
     if run.whole_logits:  # in float32: their logarithms, and in backward two gradients
         return run.micro_tokens * vocab_size * 12
@@ -287,7 +290,10 @@ def muon_step(run: MemoryInputs) -> int:
     It has about 7 copies of a batch of matrices, measured on a CPU. Square matrices take most, and
     are a third of Muon's.
     """
+    # float16 or float32
     itemsize = 2 if run.execution.device == "cuda" else 4
+
+    # A rank's share of the square matrices, or a batch if that is less
     square = run.params.muon // 3 // run.batch.world_size
     return 7 * itemsize * min(MAX_BATCH, square)
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from runtime.data.loader import BatchSizes
 from runtime.output import counted
 
+# Settings by their smallest value. None is allowed where a setting may be unset
 AT_LEAST = {
     1: (
         "batch_size",
@@ -33,7 +34,11 @@ AT_LEAST = {
         "lora_rank",
     ),
 }
+
+# Settings that zero would make useless
 ABOVE_ZERO = ("max_epochs", "eval_epochs", "lora_alpha", "muon_learning_rate")
+
+# Limits far above the sizes of GPT-2, and that of a 64-bit integer
 BELOW = {
     2**20: (
         "batch_size",
@@ -63,10 +68,12 @@ def decays(s: Any) -> bool:
 
 RULES = (
     Rule(
+        # A schedule that rises isn't a decay
         lambda s: s.decay_lr and s.min_lr is not None and not 0 <= s.min_lr <= s.learning_rate,
         "min_lr={s.min_lr} must be between 0 and learning_rate={s.learning_rate}",
     ),
     Rule(
+        # A run takes the GPU that is there
         lambda s: s.target_gpu is not None and not s.dry_run,
         "target_gpu={s.target_gpu} only estimates: add --dry_run=True",
     ),
@@ -133,6 +140,7 @@ RULES = (
 def broken_rules(settings: Any, requested_batch_size: int) -> list[str]:
     """Return a message for each rule that the settings break. requested_batch_size: batch_size
     before "auto"."""
+    # A range is about what you asked for, not about what "auto" has become
     s = {**asdict(settings), "batch_size": requested_batch_size}
     problems = []
     # Ranges
@@ -169,6 +177,8 @@ def plan_iterations(s: Any, windows: int | None, batch: BatchSizes, notes: list[
     """
     max_iters = s.max_iters
     eval_interval = s.eval_interval
+
+    # Epochs are windows, and a step takes batch.sequences of them
     if s.eval_epochs is not None and windows:
         eval_interval = s.eval_epochs * windows / batch.sequences
         notes.append(

@@ -30,6 +30,8 @@ def relative_step_time(micro: int, recompute: bool, preset: str, gpu_speed: floa
         stage = "zero2" if "zero2" in preset else "zero3"
         cpu_time = CPU_STEP_MS[stage] * gpu_speed / FASTEST_MS
         return cpu_time + relative_step_time(micro, recompute, "zero2")
+
+    # In ms on an H200: small micro-batches use the GPU less well
     time = (568 + 327 / micro**0.7) / FASTEST_MS
     # Recomputing, and gathering the weights, cost more with small micro-batches
     if recompute:
@@ -41,6 +43,7 @@ def relative_step_time(micro: int, recompute: bool, preset: str, gpu_speed: floa
 
 def step_seconds(run: MemoryInputs) -> float:
     """Return the estimated seconds per step at the MFU that GPT-2 XL has on an H200."""
+    # Relative to the fastest setting that was measured
     preset = f"zero{run.stage}"
     relative = relative_step_time(run.batch.micro, run.gradient_checkpointing, preset)
     if run.fp8:
@@ -56,9 +59,12 @@ def time_line(run: MemoryInputs, steps: int) -> str | None:
     It is a range, or "at least" with offload and without our fast paths, which wait for the CPU
     less.
     """
+    # A small model's step takes as long as its launches
     seconds = step_seconds(run)
     if seconds < WORTH_SAYING_S:
         return None
+
+    # The upper end holds only for our step
     per_step = f"at least {1000 * LEAST * seconds:,.0f}"
     in_all = format_time(steps * LEAST * seconds)
     if run.paths.step.taken:
