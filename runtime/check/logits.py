@@ -17,6 +17,7 @@ LAST = T - 1
 @torch.no_grad()
 def eval_repeats(tiny: Tiny) -> str:
     """Check that a model in eval mode draws no random numbers, such as dropout's."""
+    # With dropout in the configuration, a forward that ignores eval mode shows
     changed = {"dropout": 0.5} if hasattr(tiny.config, "dropout") else {}
     model = tiny.stirred(**changed).eval()
     idx = tokens()
@@ -26,6 +27,7 @@ def eval_repeats(tiny: Tiny) -> str:
         set_seed(seed)
         outputs.append(model(idx))
 
+    # Other seeds, so random numbers would differ
     first = calls_of(model, lambda: run(1))
     second = calls_of(model, lambda: run(2))
     if not torch.equal(*outputs):
@@ -55,6 +57,7 @@ def future_is_hidden(tiny: Tiny) -> str:
     first = calls_of(model, lambda: run(idx))
     second = calls_of(model, lambda: run(other))
     if not torch.allclose(*outputs, rtol=1e-4, atol=ATOL):
+        # A module whose output differs before the change
         past = up_to_position(PROMPT - 1)
         where = where_differs(model, first, past, second, past)
         raise Different(
@@ -97,6 +100,7 @@ def cached_logits(tiny: Tiny) -> str:
     # The prompt, and then a token at a time
     compare(f"after a prompt of {PROMPT} tokens", PROMPT - 1, lambda: used.prefill(idx[:, :PROMPT]))
     for at in range(PROMPT, T):
+        # Once as without a graph, and once with its mask of fixed length
         token = idx[:, at : at + 1]
         positions = torch.tensor([at])
         compare(f"of token {at + 1}", at, lambda token=token: used.decode_one_token(token))

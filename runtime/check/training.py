@@ -61,6 +61,7 @@ def gradient_descent(model: nn.Module, config: Mapping) -> torch.optim.Optimizer
 
 def json_of(stage: int, ranks: int, accumulation: int, clip: float) -> dict[str, Any]:
     """Return the configuration of DeepSpeed, from the JSON of this project."""
+    # Of the same sizes as the micro-batches above
     batch = BatchSizes(MICRO, accumulation, ranks, T)
     config, _ = ds_config.complete_config(FILES[stage], batch, clip, "float32")
     return config
@@ -71,6 +72,7 @@ def start_engine(
 ) -> Engine:
     """Return an engine as the training script makes it. fast: with the fast paths that fit."""
     torch.nn.functional.linear = LINEAR  # which stage 3 replaces for good
+
     model = tiny.stirred()
     stage = config["zero_optimization"]["stage"]
     paths = FastPaths()
@@ -112,6 +114,7 @@ class PlainTraining:
     """The same training in plain PyTorch. clip: 0 for none."""
 
     def __init__(self, tiny: Tiny, make_optimizer: MakeOptimizer, clip: float) -> None:
+        # A model per rank, whose buffers are its own. The optimizer steps the first
         self.replicas = [tiny.stirred() for _ in range(RANKS)]
         self.model = self.replicas[0]
         self.optimizer = make_optimizer(self.model, json_of(2, 1, 1, clip))
@@ -125,6 +128,8 @@ class PlainTraining:
     def step(self, number: int) -> None:
         """Make a step over the micro-batches of all ranks."""
         total = 0.0
+
+        # Gradients of all micro-batches, by name
         sums: dict[str, Tensor] = {}
         for micro_step in range(ACCUMULATION):
             for rank in range(RANKS):
@@ -140,6 +145,8 @@ class PlainTraining:
         grads = {name: grad / count for name, grad in sums.items()}
         for name, grad in grads.items():
             params[name].grad = grad.clone()
+
+        # As DeepSpeed clips: by the norm of all gradients together
         if self.clip:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
         self.optimizer.step()

@@ -79,6 +79,7 @@ class TwoRanks:
 
     def wait(self) -> None:
         """Wait until both end. End the other one if one fails, which it may wait for."""
+        # A rank that fails leaves the other one in a collective, so both end
         deadline = time.monotonic() + LIMIT_S
         while any(process.poll() is None for process in self.processes):
             failed = any(process.poll() for process in self.processes)
@@ -112,6 +113,8 @@ class TwoRanks:
         reason = self.folder / f"{name}.txt"
         if reason.exists():
             raise Unchecked(reason.read_text(encoding="utf-8"))
+
+        # Only tensors and numbers are in it
         file = self.folder / f"{name}.pt"
         if not file.exists():
             return None
@@ -138,6 +141,8 @@ def same_gradients(tiny: Tiny, ranks: TwoRanks) -> str:
             break
         if found is None:
             raise Different(f"{way} fails: {ranks.problem()}")
+
+        # What the step has subtracted is the gradient
         grads = {name: start[name] - weight for name, weight in found.weights.items()}
         wrong = differing(grads, wanted, rtol=1e-3)
         if wrong and stage == 2 and not fast:  # wrong if the ranks have different graphs
