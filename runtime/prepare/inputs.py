@@ -97,6 +97,8 @@ def files_below(root: str) -> Iterator[str]:
             elif os.path.exists(path):  # a link may lead nowhere
                 check_regular(path)
                 yield path
+
+        # The last one is taken next, so folders come in the order of their names
         waiting += reversed(subfolders)
 
 
@@ -105,6 +107,7 @@ def target_inside(path: str, real_root: str) -> str:
 
     Whoever made the link may not be allowed to read its target.
     """
+    # Through all links on the way
     target = os.path.realpath(path)
     if not Path(target).is_relative_to(real_root):
         raise UserError(
@@ -147,6 +150,7 @@ def read_records(name: str, kind: str, field: str, max_document_bytes: int) -> I
 def json_lines(file: BinaryIO) -> Iterator[bytes]:
     """Yield the lines of a file. Of a longer one than a record may be, a byte more is returned."""
     while True:
+        # One byte more shows that the record is too long
         line = file.readline(MAX_RECORD_BYTES + 1)
         if not line:
             return
@@ -342,6 +346,7 @@ def text_of(record: bytes, kind: str, field: str) -> tuple[bytes, bool]:
 
 def text_of_json(line: bytes, field: str) -> str:
     """Return the text in a field of a line of JSON. Raises ValueError."""
+    # The most common mistake has a message of its own
     if line.lstrip().startswith(b"["):
         raise ValueError("a JSON array: write one object per line, as jq -c '.[]' FILE > "
                          "FILE.jsonl does")

@@ -257,6 +257,7 @@ class Reader:
 
         split: that of its file, or None if the hash decides.
         """
+        # Eight bytes of a hash stand for the text, also to choose its split
         digest = hashlib.blake2b(text, digest_size=8).digest()
         number = int.from_bytes(digest, "little")
         if number in self.hashes:
@@ -276,6 +277,7 @@ def place_of(file: str, kind: str, number: int, at: int) -> str:
 
     number: which record it is, from 1 on. at: its first byte.
     """
+    # A text has no rows, so its place is a byte
     if kind == "text":
         return f"{file}, byte {at:,}"
     if kind in inputs.DELIMITERS or kind in ("parquet", "arrow"):
@@ -304,6 +306,7 @@ def tokenize(
     They are in files without names in `folder`, which disappear with the process. to_ids, end,
     dtype, is_chat: see encode().
     """
+    # On the disk of the dataset, which must have room for it anyway
     files = {key: tempfile.TemporaryFile(dir=folder) for key in KEYS}
 
     def write(future: Future) -> None:
@@ -353,6 +356,8 @@ def encode(
             ids = to_ids(text.decode())
         elif not is_chat:  # a document ends
             ids = [end]
+
+        # Bytes, as they are written to the files
         encoded[split, "ids"] += np.array(ids, dtype).tobytes()
         encoded[split, "mask"] += bytes(mask)
     return encoded

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from runtime.errors import UserError
 from runtime.output import counted
 
+# Words in file names: "train-00.txt" says training, "constrained.txt" doesn't
 TRAIN_WORD = re.compile(r"(?<![a-z])train(ing)?(?![a-z])", re.IGNORECASE)
 VAL_WORD = re.compile(
     r"(?<![a-z])(val|valid|validation|dev|eval|evaluation)(?![a-z])", re.IGNORECASE)
@@ -111,6 +112,8 @@ def split_by_names(files: list[str]) -> dict[str, list[str]]:
     common = ""
     if folders:
         common = os.path.commonpath(folders)
+
+    # Each file is in one of these lists
     by_split: dict[str, list[str]] = {"train": [], "val": [], "test": [], "none": []}
     for file in files:
         by_split[split_of(file, common)].append(file)
@@ -179,6 +182,7 @@ def check_both_splits(
 
 def skipped_documents(counts: dict[str, int]) -> str:
     """Return what was skipped: "4 duplicates, 2 empty"; "" if nothing was."""
+    # Of Reader.counts, what isn't in a split
     parts = []
     for name, count in counts.items():
         if count and name == "duplicates":

@@ -218,10 +218,13 @@ def data_files(folder: str) -> set[str] | None:
 
     Raises UserError if the folder isn't whole.
     """
+    # state.json names the files in which datasets has stored the rows
     state = read_json(os.path.join(folder, "state.json"))
     entries = state.get("_data_files")
     if not isinstance(entries, list):  # of another program
         return None
+
+    # Such indices say which rows count, and the data files hold all
     if state.get("_indices_data_files"):
         raise UserError(f"{folder} is of an old version of datasets, and may hold rows that were "
                         "filtered out: load it, and save it with a new one")
