@@ -84,6 +84,7 @@ class TokenStream(Sequences):
 
     def train_places(self, ids: np.ndarray, seed: int) -> np.ndarray:
         """Return the offsets of training's windows with these ids, int64."""
+        # All windows of an epoch have its shift
         index, keys = shuffle_epochs(ids, self.per_epoch, seed)
         shift = splitmix64(keys) % np.uint64(self.max_shift + 1)
         return index * self.block_size + shift.astype(np.int64)
@@ -91,6 +92,8 @@ class TokenStream(Sequences):
     def eval_places(self, n: int) -> np.ndarray:
         """Return the offsets of n windows, evenly spread, or fewer if n don't fit in a row."""
         last_token = len(self.tokens) - 1
+
+        # The last token is only a target
         n = min(n, last_token // self.block_size)
         return np.linspace(0, last_token - self.block_size, n).astype(np.int64)
 
@@ -167,6 +170,7 @@ class Conversations(Sequences):
 
     def eval_places(self, n: int) -> np.ndarray:
         """Return n rows, evenly spread over all, or all."""
+        # Rows don't overlap, so there are no more than all
         n = min(n, self.per_epoch)
         return np.linspace(0, self.per_epoch - 1, n).astype(np.int64)
 
@@ -202,6 +206,8 @@ def first_of_each_row(lengths: np.ndarray, room: int) -> np.ndarray:
     firsts = [0]
     while firsts[-1] < len(lengths):
         end_of_row = lengths_before[firsts[-1]] + room
+
+        # The last item that ends within the row
         fitting = np.searchsorted(lengths_before, end_of_row, side="right") - 1
         firsts.append(int(fitting))
     return np.array(firsts)

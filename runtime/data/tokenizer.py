@@ -48,6 +48,8 @@ def gpt2_ranks() -> dict[bytes, int]:
         fix=f"Download {RANKS_URL} on another machine and save it as {RANKS_FILE}",
         keep=RANKS_FILE,
     )
+
+    # A line has a token in base64 and its rank
     ranks = {}
     for line in content.splitlines():
         token, rank = line.split()
@@ -99,6 +101,7 @@ def tokenizer_of(meta: dict) -> tuple[Encode, Decode]:
     if meta["kind"] == "gpt2":
         return encode_gpt2, gpt2_encoding().decode
     if meta["kind"] == "char":
+        # A character's id is its place in "chars"
         ids = {char: i for i, char in enumerate(meta["chars"])}
         encode = functools.partial(encode_chars, ids)
         return encode, lambda tokens: "".join(meta["chars"][token] for token in tokens)
@@ -165,6 +168,8 @@ def numpy_encoder(meta: dict) -> Callable[[str], np.ndarray]:
     if meta["kind"] == "char":
         return lambda text: np.frombuffer(text.encode("utf-32-le"), "<u4")
     tokenizer = hf_tokenizer(meta)
+
+    # In a document, the text of a special token is only text
     tokenizer.encode_special_tokens = True
     return lambda text: np.array(encode_hf(tokenizer, text), np.uint32)
 
@@ -188,6 +193,8 @@ def vocabulary_of(meta: dict) -> dict[str, int]:
     ids = hf_tokenizer(meta).get_vocab()
     if not ids:
         raise UserError(f"the tokenizer {meta['file']} has no tokens: choose another")
+
+    # The embedding has a row for each id up to the largest
     largest = max(ids.values())
     if largest >= MAX_VOCAB:
         raise UserError(
@@ -204,6 +211,7 @@ def tokenizer_content(meta: dict) -> bytes:
     """
     file = ROOT / (meta.get("file") or "tokenizer.json")
     with tokenizer_errors(f"the tokenizer {file} can't be used (", "): restore it"):
+        # The hash says whether it is still the tokenizer of the data
         content = meta.get("content")
         if content is None:
             content = read_regular(file, MAX_TOKENIZER_BYTES)
@@ -254,6 +262,7 @@ def check_growth(content: Any) -> None:
 
 def check_pieces(content: Any) -> None:
     """Raise ValueError if a Unigram's piece is so long that the library's recursion fails."""
+    # The content is not trusted, so each level may be of another type
     model = content.get("model") if isinstance(content, dict) else None
     pieces = model.get("vocab") if isinstance(model, dict) else None
     if not isinstance(pieces, list):
@@ -290,6 +299,7 @@ def probe(tokenizer: Any) -> None:
 @contextlib.contextmanager
 def silent_panics() -> Iterator[None]:
     """Keep Rust code that panics from printing its stack to stderr: what it raises is enough."""
+    # The panic is printed by Rust, past sys.stderr, so file descriptor 2 is replaced
     stderr = os.dup(2)
     with open(os.devnull, "wb") as null:
         os.dup2(null.fileno(), 2)
@@ -319,8 +329,12 @@ def token_bytes(data: dict, fetch: bool = True) -> np.ndarray:
     tokens: Collection[bytes | str] = []
     with contextlib.suppress(UserError):
         tokens = _tokens_in_bytes(data["tokenizer"], n, fetch)
+
+    # The last element stays 0, for a target of -1
     sizes = np.zeros(n + 1, np.int64)
     sizes[: len(tokens)] = [len(token) for token in tokens]
+
+    # End-of-text is no text, so it has no bytes
     end = end_of_text(data["tokenizer"])
     sizes[n if end is None else end] = 0
     return sizes
@@ -339,6 +353,8 @@ def _tokens_in_bytes(meta: dict, n: int, fetch: bool) -> Collection[bytes | str]
 
     # It is known if it encodes any text exactly, with a letter per byte, as GPT-2's does
     encode, decode = tokenizer_of(meta)
+
+    # All characters below the surrogates, which UTF-8 doesn't have
     text = "".join(map(chr, range(1, 0xD800)))
     tokenizer = hf_tokenizer(meta)
     is_by_bytes = type(tokenizer.decoder).__name__ == "ByteLevel"
