@@ -334,7 +334,7 @@ def token_bytes(data: dict, fetch: bool = True) -> np.ndarray:
     sizes = np.zeros(n + 1, np.int64)
     sizes[: len(tokens)] = [len(token) for token in tokens]
 
-    # End-of-text is no text, so it has no bytes
+    # End-of-text has no bytes of text
     end = end_of_text(data["tokenizer"])
     sizes[n if end is None else end] = 0
     return sizes

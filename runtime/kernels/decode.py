@@ -85,7 +85,7 @@ def gemv(
         values = centered * rstd * tl.load(norm_weight + i, mask=mask, other=0.0).to(tl.float32)
         values += tl.load(norm_bias + i, mask=mask, other=0.0).to(tl.float32)
 
-    # The product, and what comes after it, in float32
+    # The matmul, and what comes after it, in float32
     y = tl.sum(tile.to(tl.float32) * values[None, :], 1)
     if BIAS:
         y += b

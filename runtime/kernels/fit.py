@@ -103,7 +103,7 @@ def why_not_fused(block: nn.Module) -> str | None:
     if reason:
         return reason
 
-    # Someone's own forward would be passed over
+    # The kernels would skip a forward of somebody's own
     if "forward_uncached" in vars(block):
         return "the forward_uncached of a Block was replaced"
     if block._compiled_call_impl is not None:

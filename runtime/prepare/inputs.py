@@ -346,7 +346,7 @@ def text_of(record: bytes, kind: str, field: str) -> tuple[bytes, bool]:
 
 def text_of_json(line: bytes, field: str) -> str:
     """Return the text in a field of a line of JSON. Raises ValueError."""
-    # The most common mistake has a message of its own
+    # An array has a message of its own, which names the command that helps
     if line.lstrip().startswith(b"["):
         raise ValueError("a JSON array: write one object per line, as jq -c '.[]' FILE > "
                          "FILE.jsonl does")
