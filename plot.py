@@ -114,6 +114,7 @@ def main() -> None:
 
 def write_report(out_dir: str, history: list[dict]) -> None:
     """Write a run's report.html into its folder."""
+    # What the run was started with
     path = os.path.join(out_dir, "settings.json")
     try:
         with open_regular(path, MAX_SETTINGS_BYTES, follow_links=False) as file:
@@ -127,6 +128,8 @@ def write_report(out_dir: str, history: list[dict]) -> None:
     # The curves, without what matplotlib writes before the element
     svg = draw({out_dir: history}, "svg").decode()
     picture = svg[svg.index("<svg") :]
+
+    # The page, in the place of an earlier one
     name = os.path.basename(os.path.abspath(out_dir))
     text = report_html(name, history, settings, defaults, picture)
     path = os.path.join(out_dir, "report.html")

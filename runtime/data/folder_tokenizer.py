@@ -48,6 +48,7 @@ def tokenizer_meta(name: str) -> tuple[dict, int]:
     name: gpt2, char, a tokenizer's folder, or the tokenizer.json in it. For char, the vocabulary is
     all of Unicode so far. Raises UserError.
     """
+    # Those that need no folder
     if name == "gpt2":
         return {"kind": "gpt2"}, gpt2_encoding().n_vocab
     if name == "char":
@@ -61,6 +62,8 @@ def tokenizer_meta(name: str) -> tuple[dict, int]:
             f"{name} has no tokenizer.json: choose gpt2, char, or a folder in which transformers "
             "has saved a fast tokenizer"
         )
+
+    # GPT-2's own always has an end of text
     tokenizer = found["tokenizer"]
     if tokenizer["kind"] == "gpt2":
         return tokenizer, gpt2_encoding().n_vocab
@@ -118,6 +121,8 @@ def tokenizer_of_folder(folder: str | os.PathLike) -> dict | None:
         meta = meta_of_vocab_and_merges(folder)
     else:
         return gpt2_of_ranks(folder)
+
+    # Ids may have gaps, so the largest counts
     ids = vocabulary_of(meta)
     meta["end_of_text"] = end_of_folder(folder, ids)
     return {"tokenizer": meta, "vocab_size": max(ids.values()) + 1}
@@ -133,6 +138,7 @@ def gpt2_of_ranks(folder: Path) -> dict | None:
 
     Returns None if there is no tokenizer. Raises UserError for another one.
     """
+    # One file of the older form can't be read alone
     for name, other in (("vocab.json", "merges.txt"), ("merges.txt", "vocab.json")):
         if is_there(folder, name):
             raise UserError(
@@ -144,6 +150,8 @@ def gpt2_of_ranks(folder: Path) -> dict | None:
     others = [folder / name for name in OTHER_FILES if is_there(folder, name)]
     if len(ranks) == 1 and not others and file_digest(ranks[0])["sha256"] == RANKS_SHA256:
         return {"tokenizer": {"kind": "gpt2"}, "vocab_size": GPT2_VOCAB}
+
+    # Another tokenizer here would give other ids, so it is refused
     unread = [*others, *ranks]
     if unread:
         raise UserError(

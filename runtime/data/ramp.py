@@ -24,6 +24,7 @@ class Ramp:
 
     def size(self, iteration: int) -> int:
         """Return the sequences of the step that follows `iteration` finished ones."""
+        # The last stage that has begun
         size = self.sizes[0]
         for of_stage, start in zip(self.sizes, self.starts, strict=True):
             if iteration >= start:
@@ -57,6 +58,7 @@ def parse_stages(text: str) -> list[tuple[int, float]]:
 
     Raises UserError.
     """
+    # One stage after the other
     stages = []
     for part in text.split(","):
         match = re.fullmatch(r"\s*([0-9]{1,12})@([0-9]*\.?[0-9]+)\s*", part)
@@ -87,6 +89,7 @@ def make_ramp(text: str | None, max_iters: int, sequences: int, per_micro_step: 
     """
     if text is None:
         return Ramp((sequences,), (0,), max_iters)
+    # Each step is made of whole micro-steps
     stages = parse_stages(text)
     sizes = tuple(size for size, _ in stages)
     for size in sizes:

@@ -170,7 +170,7 @@ class Conversations(Sequences):
 
     def eval_places(self, n: int) -> np.ndarray:
         """Return n rows, evenly spread over all, or all."""
-        # Rows don't overlap, so there are no more than all
+        # Rows don't overlap, so n is at most their number
         n = min(n, self.per_epoch)
         return np.linspace(0, self.per_epoch - 1, n).astype(np.int64)
 

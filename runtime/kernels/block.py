@@ -204,7 +204,7 @@ def gelu_bwd(
         d = tl.load(dg + offsets, mask=mask, other=0.0).to(tl.float32)
         s = gelu_sigmoid(x)
 
-        # GELU's derivative: x * sigmoid(u) by the product rule, and u' of u = 2 sqrt(2 / pi) (...)
+        # GELU's derivative: that of x * sigmoid(u), with u' of u = 2 sqrt(2 / pi) (...)
         d *= s + x * s * (1 - s) * 1.5957691216057308 * (1 + 0.134145 * x * x)
         largest = tl.maximum(largest, store(dh, offsets, d, mask, scale, slot, FP8))
         total += d

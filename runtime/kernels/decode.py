@@ -254,6 +254,7 @@ class DecodeAttention:
     """
 
     def __init__(self, x, position, heads):
+        # How many programs share the keys of a head: the GPU should be full at any batch size
         batch, width = x.shape
         self.position = position
         self.heads = heads
@@ -266,6 +267,8 @@ class DecodeAttention:
         self.keys_at_once, self.warps = ATTENTION_TILES[batch > 1]
 
         # PDL needs Hopper or later
+
+        # With PDL, each kernel starts before the one before it has ended
         hopper = x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0)
         self.pdl = {"launch_pdl": True} if hopper else {}
 

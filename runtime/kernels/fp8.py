@@ -67,6 +67,7 @@ def cast_kernel(
 ):
     """Cast a tile of x (rows, C), which may be in FP8 already, to out: (rows, C), or (C, rows) with
     TRANSPOSE."""
+    # This program's tile
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     mask = (r < rows)[:, None] & (c < C)[None, :]
@@ -78,6 +79,8 @@ def cast_kernel(
             tl.trans(values),
             tl.trans(mask),
         )
+
+    # One in FP8 has its scale already
     if x.dtype == out.dtype:
         tl.store(out + offsets, values, mask=mask)
     else:
@@ -110,6 +113,8 @@ class Fp8Scales:
         has_cache = len(inputs) > BLOCK_INPUTS or bool(named)
         if has_cache:  # then blocks don't use FP8
             return
+
+        # Evaluations are in the model's precision, and leave the scales alone
         if not block.training:
             self.mode = Mode.OFF
         elif self.calibrated:
@@ -148,6 +153,8 @@ def empty_output(slot: Slot | None, which: int, like: Tensor, shape: tuple) -> t
     """
     if slot is None:
         return like.new_empty(shape), {"amax": like, "scale": like, "slot": 0, "FP8": False}
+
+    # In FP8, the kernel that fills it also measures it for the next micro-step
     out = like.new_empty(shape, dtype=FP8_DTYPES[which])
     scales = slot.scales
     arguments = {
@@ -174,10 +181,13 @@ def differentiable(ctx, out: Tensor, like: Tensor) -> tuple[Tensor, Tensor | Non
 def cast(x: Tensor, slot: Slot, which: int, transpose: bool = False) -> Tensor:
     """Return x (rows, C), which may be in FP8 already, in FP8: (rows, C), or (C, rows) with
     transpose."""
+    # A kernel may have stored it in FP8
     rows, C = x.shape
     dtype = FP8_DTYPES[which]
     if x.dtype == dtype and not transpose:
         return x
+
+    # Otherwise it is read and written once more
     out = torch.empty((C, rows) if transpose else (rows, C), dtype=dtype, device=x.device)
     grid = triton.cdiv(rows, 64), triton.cdiv(C, 128)
     scales = slot.scales

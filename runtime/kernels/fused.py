@@ -61,17 +61,24 @@ def use_fused_blocks(model: nn.Module, use_fp8: bool = False, copies: bool = Fal
     To convert them at each use takes no memory, but 10% of GPT-2 XL's step at 1 x 32. Raises
     UserError if use_fp8 is set and the blocks can't be chained.
     """
+    # What fits, and whether GPT.forward passes the branch from block to block
     found = fit(model)
     way = ChainedBlock if found.no_chain is None else ClosedBlock
     blocks = list(dict.fromkeys(blocks_of(model)[i] for i in found.fused()))
+
+    # FP8's scales belong to the blocks in one order
     if use_fp8 and (found.no_chain or len(blocks) < len(blocks_of(model))):
         reason = found.no_chain or "a block runs twice"
         raise UserError(
             f"fp8=True needs the blocks and GPT.forward of model.py ({reason}): drop it"
         )
+
+    # The output layer's loss is in chunks, which torch.compile fuses
     head = getattr(model, "lm_head", None)
     if hasattr(head, "losses") and next(head.parameters()).is_cuda:
         compile_loss(head)
+
+    # What each layer casts, and where its scales or its copy are
     copied: list[Tensor] = []
     layers: list[nn.Linear] = []
     device = next(model.parameters()).device
@@ -86,9 +93,13 @@ def use_fused_blocks(model: nn.Module, use_fp8: bool = False, copies: bool = Fal
             casts.attn_c_proj.in_float16 = float16_like(block.attn.c_proj.weight)
             copied += [casts.c_attn.in_float16, casts.attn_c_proj.in_float16]
             layers += [block.attn.c_attn, block.attn.c_proj]
+
+        # From here on, the block runs on these kernels
         block.__class__ = fused_class(way, own_class(block))
         block.casts = casts
         block.hooks_of_parts = hooks_of_parts(block)
+
+    # The last norm takes the tuple of a chained block
     if way is ChainedBlock:
         model.transformer.ln_f.__class__ = FusedLayerNorm
     if scales:

@@ -41,6 +41,8 @@ def linear(
     if casts.use_fp8():
         y = fp8.forward(x.reshape(-1, x.size(-1)), weight, casts.slot, bias, dtype)
         return y.view(*x.shape[:-1], -1)
+
+    # The first micro-step measures, in the model's precision
     if casts.calibrates():
         casts.slot.measure(fp8.INPUT, x)
         casts.slot.measure(fp8.WEIGHT, weight)
@@ -70,6 +72,7 @@ def linear_grads(
 
     If the weight has a sink (engine/grad_sink.py), the GEMM adds to it, and dweight is None.
     """
+    # The gradient of the input, before dy is used transposed
     use_fp8 = casts.use_fp8()
     if use_fp8:
         dy = fp8.cast(dy, casts.slot, fp8.GRAD_OUTPUT)
@@ -77,6 +80,7 @@ def linear_grads(
     x = x.reshape(-1, x.size(-1))
     sink = getattr(weight, "grad_sink", None)
 
+    # FP8's GEMM can't add to a sink by itself
     if use_fp8:
         dweight = fp8.grad_weight(dy, x, casts.slot)
         if sink is None:
@@ -88,5 +92,7 @@ def linear_grads(
         return dx, None
     if dtype == weight.dtype:
         return dx, dy.t() @ x
+
+    # In half precision, a sum over many rows is rounded once
     total = torch.zeros_like(weight, dtype=torch.float32)
     return dx, addmm_fp32(total, dy.t(), x).to(weight.dtype)

@@ -77,12 +77,16 @@ def result_rows(history: Sequence[Mapping]) -> Rows:
     tokens = values_of(history, "tokens")
     if tokens:
         rows.append(("tokens trained on", f"{tokens[-1]:,.0f}"))
+
+    # The best evaluation. A loss that wasn't finite is null
     evaluations = [record for record in history if is_number(record.get("val_loss"))]
     if evaluations:
         best = min(evaluations, key=lambda record: record["val_loss"])
         error = number(best.get("val_loss_stderr"))
         value = f"{best['val_loss']:.4f} at iteration {best['iter']:,} (standard error {error})"
         rows.append(("best validation loss", value))
+
+    # Where training is now
     losses = values_of(history, "loss")
     if losses:
         rows.append(("last training loss", f"{losses[-1]:.4f}"))
@@ -113,6 +117,7 @@ def settings_table(settings: Mapping, defaults: Mapping) -> str:
 
 def speed_rows(history: Sequence[Mapping], settings: Mapping) -> Rows:
     """Return the machine, and what a step took beside what was planned."""
+    # The machine and the code
     versions = settings.get("versions", {})
     rows = [
         ("hardware", settings.get("hardware", "not recorded")),
@@ -121,6 +126,8 @@ def speed_rows(history: Sequence[Mapping], settings: Mapping) -> Rows:
         ("version, commit", f"{settings.get('version')}, {settings.get('commit')}"),
         ("started", settings.get("started", "not recorded")),
     ]
+
+    # Medians, since the first steps and those after a save are slow
     speeds = values_of(history, "tokens_per_s")
     if speeds:
         rows.append(("tokens per second, median", f"{statistics.median(speeds):,.0f}"))
@@ -144,6 +151,7 @@ def speed_rows(history: Sequence[Mapping], settings: Mapping) -> Rows:
 
 def events_table(history: Sequence[Mapping]) -> str:
     """Return the table of starts, warnings (such as skipped steps) and saves."""
+    # In the order of the file
     rows = []
     starts = 0
     for record in history:
@@ -155,6 +163,8 @@ def events_table(history: Sequence[Mapping]) -> str:
             rows.append((iteration, record["warning"]))
         if "saved" in record:
             rows.append((iteration, f"saved {record['saved']}"))
+
+    # A long run has many saves: the newest events count
     left = len(rows) - MOST_EVENTS
     text = table(("iteration", "event"), rows[-MOST_EVENTS:])
     if left > 0:
@@ -167,6 +177,8 @@ def samples(history: Sequence[Mapping]) -> str:
     found = [record for record in history if "sample" in record]
     if not found:
         return "<p>None: --sample_interval=N prints one every N steps.</p>"
+
+    # The last ones, as they were printed
     texts = []
     for record in found[-MOST_SAMPLES:]:
         texts.append(f"<p>Iteration {record['iter']:,}:</p>{text_block(record['sample'])}")
@@ -186,6 +198,8 @@ def table(heads: Sequence[str], rows: Rows) -> str:
     """Return a table of texts, or a sentence if there are no rows."""
     if not rows:
         return "<p>None.</p>"
+
+    # A table of two columns needs no heads
     lines = []
     if any(heads):
         lines.append("".join(f"<th>{escape(head)}</th>" for head in heads))

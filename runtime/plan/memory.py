@@ -290,7 +290,6 @@ def muon_step(run: MemoryInputs) -> int:
     It has about 7 copies of a batch of matrices, measured on a CPU. Square matrices take most, and
     are a third of Muon's.
     """
-    # float16 or float32
     itemsize = 2 if run.execution.device == "cuda" else 4
 
     # A rank's share of the square matrices, or a batch if that is less
