@@ -73,3 +73,14 @@ def test_the_order_of_tags_is_that_of_their_manifests(store, tmp_path):
     assert store.newest() == f"iter_{MANY}" and store.find_best() == ("iter_900", 0.5)
     store.prune(keep_last=5)
     assert store.list() == [*(f"iter_{i}" for i in range(MANY - 4, MANY + 1)), "best"]
+
+
+def test_a_second_damaged_tag_takes_the_place_of_the_first(tmp_path):
+    """A run that resumes before it saves the tag again, and finds it damaged again."""
+    store = TagStore(tmp_path)
+    for text in ("first", "second"):
+        write_tag(store, 4)
+        (tmp_path / "iter_4" / "weights.pt").write_text(text)
+        assert store.move_away("iter_4") == str(tmp_path / "iter_4.damaged")
+        assert os.listdir(tmp_path) == ["iter_4.damaged"]
+        assert (tmp_path / "iter_4.damaged" / "weights.pt").read_text() == text

@@ -41,6 +41,18 @@ FAULTS = [
         ),
     ),
     Fault(
+        subject="damaged twice",
+        description="a tag that is damaged for the second time can't be renamed",
+        file="runtime/checkpoint/tags.py",
+        function="TagStore.move_away",
+        old="remove_dir(path, ignore_errors=True)",
+        new="pass",
+        test=(
+            "checkpoint/test_many_tags.py::test_a_second_damaged_tag_takes_the_place_of_the_first"
+        ),
+        quick=True,
+    ),
+    Fault(
         subject="commit order",
         description="a checkpoint gets its name before its files are flushed to the disk",
         file="runtime/checkpoint/tag_writer.py",

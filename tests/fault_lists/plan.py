@@ -21,6 +21,22 @@ if False and not same_tokenizer(data, state["data"]):
         test="checkpoint/test_resume.py::test_a_resume_with_another_seed_or_tokenizer_is_refused",
     ),
     Fault(
+        subject="stragglers, again",
+        description="a straggler that had caught up isn't reported again",
+        file="runtime/monitor/health.py",
+        function="StragglerDetector.check",
+        old=(
+            "if own <= max(SLOW_FACTOR * others, others + SLOW_S):\n"
+            "    self.reported = None\n"
+            "    return None"
+        ),
+        new="if own <= max(SLOW_FACTOR * others, others + SLOW_S):\n    return None",
+        test=(
+            "monitor/test_health.py::test_a_straggler_is_reported_once_until_it_has_caught_up"
+        ),
+        quick=True,
+    ),
+    Fault(
         subject="batch ramp, figures",
         description="tokens/s are those of the planned number of micro-steps",
         file="runtime/monitor/runlog.py",

@@ -147,6 +147,26 @@ def test_a_straggler_is_not_noise():
         assert not any(early) and bool(last) is named and (not named or last.startswith("rank 1 is a straggler: "))
 
 
+def test_a_straggler_is_reported_once_until_it_has_caught_up():
+    detector = StragglerDetector()
+
+    def reports(*seconds):
+        """Return {measurement: the rank that was reported} of so many seconds per rank."""
+        found = {}
+        for number in range(STRAGGLER_WINDOW):
+            message = detector.check(seconds)
+            if message:
+                found[number] = message.split(" is a straggler: ")[0]
+        return found
+
+    # The median of 20 measurements is 0.2 s when 10 of them are slow, and 0.3 s when 11 are
+    assert reports(0.1, 0.1, 0.3) == {STRAGGLER_WINDOW - 1: "rank 2"}
+    assert reports(0.1, 0.1, 0.3) == {}
+    assert reports(0.3, 0.1, 0.1) == {10: "rank 0"}  # another one
+    assert reports(0.1, 0.1, 0.1) == {}
+    assert reports(0.3, 0.1, 0.1) == {9: "rank 0"}  # again
+
+
 def test_a_norm_is_a_spike_by_those_before_it():
     spikes = SpikeDetector()
     assert [spikes.update(1.0) for _ in range(19)] == [None] * 19 and spikes.threshold() == math.inf
