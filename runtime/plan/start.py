@@ -226,7 +226,8 @@ def from_pretrained(
         note = check_ids(settings.dataset, data, init_from, config.vocab_size)
         if note:
             notes.append(note)
-        if weights:
+        # Text needs no template, so that of the weights isn't read
+        if weights and data["template"]:
             own_template = template_of_weights(Path(weights))
             note_template(init_from, own_template, data, settings.dataset, notes)
     model = with_settings(config, settings)
