@@ -79,7 +79,8 @@ READERS = [
            TAG, "run"),
     Reader("train from weights", WITH_WEIGHTS + "--dataset={chats} --out_dir={new} "
            "--init_from={weights}",
-           "weights/config.json weights/model.safetensors weights/tokenizer*.json", "weights"),
+           "weights/config.json weights/model.safetensors weights/tokenizer*.json "
+           "weights/chat_template.jinja", "weights"),
     Reader("train from a .bin", WITH_WEIGHTS + "--dataset={chats} --out_dir={new} "
            "--init_from={weights_bin}", "weights_bin/pytorch_model.bin"),
     Reader("train from a .bin without a check", WITH_WEIGHTS + "--dataset={chats} --out_dir={new} "
