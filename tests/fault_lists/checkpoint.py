@@ -53,6 +53,19 @@ FAULTS = [
         quick=True,
     ),
     Fault(
+        subject="staging, larger",
+        description="a save that is larger than the first one can't be written in the background",
+        file="runtime/checkpoint/staging.py",
+        function="Staging.allocate",
+        old="len(self.buffer) >= size",
+        new="len(self.buffer) > 0",
+        test=(
+            "checkpoint/test_staging.py::"
+            "test_a_larger_save_gets_a_larger_buffer_and_a_smaller_one_keeps_it"
+        ),
+        quick=True,
+    ),
+    Fault(
         subject="commit order",
         description="a checkpoint gets its name before its files are flushed to the disk",
         file="runtime/checkpoint/tag_writer.py",
