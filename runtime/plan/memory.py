@@ -333,6 +333,7 @@ def host_estimate(run: MemoryInputs, local_world_size: int, tag_bytes: int) -> d
     }
 
     # Offload: weights and two moments in float32, and gradients, 16 bytes per parameter
+    # A save's copy isn't counted then: where there is no room for it, training waits
     if uses_offload(run.ds_config):
         parts["optimizer and gradients"] = 16 * run.params.trainable * share
     else:
