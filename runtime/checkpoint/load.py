@@ -41,7 +41,7 @@ def open_tag(
         raise UnreadableError.of(error, folder) from None
 
 
-def check_sizes(where: str, manifest: dict, shapes: dict[str, torch.Size]) -> None:
+def check_claimed_size(where: str, manifest: dict, shapes: dict[str, torch.Size]) -> None:
     """Raise CheckpointError if a tag's model is too large for its tensors, or they for its files.
 
     Building such a model takes minutes or all memory, and somebody else may have written the tag.
@@ -73,7 +73,7 @@ def check_sizes(where: str, manifest: dict, shapes: dict[str, torch.Size]) -> No
 
 
 def check_sizes_of_tag(out_dir: str, tag: str, manifest: dict) -> None:
-    """Call check_sizes() before a tag's files have been verified. Raises CheckpointError.
+    """Call check_claimed_size() before a tag's files have been verified. Raises CheckpointError.
 
     A tag whose files can't be read passes: newest_intact() or open_tag() will say what is wrong.
     """
@@ -82,7 +82,7 @@ def check_sizes_of_tag(out_dir: str, tag: str, manifest: dict) -> None:
         shapes = TagReader(folder, manifest).shapes
     except (UserError, OSError):
         return
-    check_sizes(folder, manifest, shapes)
+    check_claimed_size(folder, manifest, shapes)
 
 
 def load_model(
@@ -103,7 +103,7 @@ def load_model(
     # The model, without memory for its parameters
     reader, manifest = open_tag(out_dir, tag, share)
     state = manifest["state"]
-    check_sizes(reader.folder, manifest, reader.shapes)
+    check_claimed_size(reader.folder, manifest, reader.shapes)
     with content_errors(reader.folder):
         config = config_of_tag(reader.folder, state["model"], print_note)
         if dropout is not None:
