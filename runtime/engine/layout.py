@@ -9,6 +9,7 @@ INTERNALS below is the complete table of what this file uses of DeepSpeed 0.19.8
 tests/engine/test_layout_table.py compares it with this file and with the installed version.
 """
 
+import copyreg
 import math
 import os
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.utils import all_gather_into_tensor_dp_groups
+from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
@@ -117,6 +119,15 @@ def avoid_compilation() -> None:
     """Keep DeepSpeed from compiling a library for collectives on a CPU. Call this first."""
     ops = deepspeed.ops
     ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def save_stage_by_its_class() -> None:
+    """Have pickle save DeepSpeed's ZeroStageEnum as a call of its class, as Python 3.11.4 does.
+
+    Python 3.11.0 to 3.11.3, as in Debian 12, save an Enum as a getattr. That could run code, so
+    nothing that reads with care takes it.
+    """
+    copyreg.pickle(ZeroStageEnum, lambda stage: (ZeroStageEnum, (int(stage),)))
 
 
 def skip_at_lowest_scale(engine: DeepSpeedEngine) -> None:

@@ -26,6 +26,7 @@ from runtime.engine.forward_backward import use_stream_for_capture
 from runtime.engine.layout import (
     Layout,
     avoid_compilation,
+    save_stage_by_its_class,
     set_loss_scale,
     skip_at_lowest_scale,
 )
@@ -59,6 +60,7 @@ def setup_device(
     # DeepSpeed uses old names
     warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)
     avoid_compilation()
+    save_stage_by_its_class()
     level = "INFO" if ds_config.get("wall_clock_breakdown") else "WARNING"
     deepspeed.utils.logger.setLevel(level)
     deepspeed.init_distributed(verbose=False)
