@@ -13,6 +13,7 @@ import torch
 from animals90_runs import TWO_RANKS, assert_same_tensors, link_tree, one_sentence
 from conftest import Payload, done
 
+from runtime.engine.layout import save_stage_by_its_class
 from runtime.torch_files import SAFE_GLOBALS
 
 pytest_plugins = ["animals90_runs"]  # fixtures
@@ -121,6 +122,7 @@ def edit_states(path, change):
         content = torch.load(path)
     change(content)
     path.unlink()
+    save_stage_by_its_class()
     torch.save(content, path)
 
 
