@@ -2,11 +2,12 @@
 
     python results/compact.py losses FILE.json --config=config/train_gpt2.py --dataset=TEXT --iters=600
     python results/compact.py speed FILE.json --splits=8x4,4x8,1x32
-    python results/compact.py fits FILE.json --gigabytes=22.5
+    python results/compact.py fits FILE.json --gigabytes=22.5 -- --init_from=FOLDER
 
 losses: trains with each optimizer and seed, and compares the last validation losses.
 speed: times GPT-2 XL from random weights, with gradient checkpointing, per micro-batch x
-accumulation. fits: runs the 24 GB preset with PyTorch limited to so much of the GPU.
+accumulation. fits: runs the 24 GB preset with PyTorch limited to so much of the GPU, and measures
+the process's memory up to the first step; without --init_from it makes random weights.
 
 Each run's figures are written at once, and no run is begun after --seconds. The code has to be in a
 commit, which the record names. Options after -- go to train_deepspeed.py.
@@ -34,7 +35,11 @@ XL = (
     "--n_embd=1600",
 )
 WAYS = {"fp32": "--compact_optimizer=False", "compact": "--compact_optimizer=True"}
-LIMITED = """import runpy, sys, torch
+LIMITED = """import atexit, pathlib, resource, runpy, sys, torch
+def write_peak():
+    kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    pathlib.Path({peak!r}).write_text(str(kilobytes))
+atexit.register(write_peak)
 size = torch.cuda.get_device_properties(0).total_memory
 torch.cuda.set_per_process_memory_fraction({bytes} / size)
 sys.argv = [{script!r}, *sys.argv[1:]]
@@ -105,16 +110,33 @@ def speed(args: argparse.Namespace, record: dict, deadline: float) -> None:
 
 
 def fits(args: argparse.Namespace, record: dict, deadline: float) -> None:
-    """Add whether the 24 GB preset ends with so much memory, with its peak, to the record."""
+    """Add whether the 24 GB preset ends with so much memory, with its peaks, to the record."""
+    config, *shape = XL
+    if any(option.startswith("--init_from=") for option in args.more):
+        shape = []
     with tempfile.TemporaryDirectory() as folder:
+        peak_file = Path(folder, "peak")
         script = Path(folder, "limited.py")
-        train = str(ROOT / "train_deepspeed.py")
-        script.write_text(LIMITED.format(bytes=args.gigabytes * 1e9, script=train))
-        settings = [XL[0], "config/presets/24gb.py", *XL[1:], f"--out_dir={folder}/out", *args.more]
+        limited = LIMITED.format(
+            bytes=args.gigabytes * 1e9,
+            script=str(ROOT / "train_deepspeed.py"),
+            peak=str(peak_file),
+        )
+        script.write_text(limited)
+
+        # Nothing is saved: a save takes as much host memory as there is
+        settings = [config, "config/presets/24gb.py", *shape, "--keep_last=0"]
+        settings += [f"--out_dir={folder}/out", *args.more]
         run([sys.executable, str(script), *settings], deadline)
         steps = [r for r in read_history(f"{folder}/out") if "ms" in r]
-    peak = max(step["memory"] for step in steps) / 1e9
-    record["runs"] = {"gigabytes": args.gigabytes, "peak_gb": peak, "steps": len(steps)}
+        host_gb = int(peak_file.read_text()) * 1024 / 1e9
+    record["runs"] = {
+        "gigabytes": args.gigabytes,
+        "peak_gb": max(step["memory"] for step in steps) / 1e9,
+        "host_gb": host_gb,
+        "ms": [step["ms"] for step in steps],
+        "losses": [step["loss"] for step in steps],
+    }
     save(args.file, record)
     print(record["runs"])
 
