@@ -43,6 +43,7 @@ atexit.register(write_peak)
 size = torch.cuda.get_device_properties(0).total_memory
 torch.cuda.set_per_process_memory_fraction({bytes} / size)
 sys.argv = [{script!r}, *sys.argv[1:]]
+sys.path.insert(0, str(pathlib.Path({script!r}).parent))
 runpy.run_path({script!r}, run_name="__main__")
 """
 

@@ -23,7 +23,7 @@ def check(name, got, plain, exact):
     """Assert that `got` is as close to `exact` as `plain` is, within these factors."""
     assert got.shape == exact.shape, name
     for kind, times, mine, theirs in zip(("norm", "worst"), (1.5, 2.5), errors(got, exact), errors(plain, exact)):
-        assert theirs < 0.05, f"{name}: plain PyTorch is off by {theirs:.3g}"
+        assert theirs < 0.08, f"{name}: plain PyTorch is off by {theirs:.3g}"
         assert mine <= times * theirs + FLOOR, f"{name}: {kind} {mine:.3g}, plain PyTorch {theirs:.3g}"
 
 

@@ -8,6 +8,7 @@ from reference import GPT2, XL_2_LAYERS, build, check, errors, plain_gradients, 
 from model import GPTConfig
 from runtime.engine.forward_backward import ForwardBackward
 from runtime.engine.grad_sink import GradSink, set_sink
+from runtime.engine.setup import choose_attention_backends
 from runtime.kernels import fused
 from runtime.kernels.fp8 import Mode
 
@@ -76,6 +77,7 @@ def steps(case, way, dtype=torch.bfloat16, scale=4096.0, fp8=False, batches=None
     the second is captured if the way is. batches: of the three micro-steps."""
     model = build(case["config"], case["weights"], dtype)
     model.gradient_checkpointing = "recomputed" in way
+    choose_attention_backends(model)  # as in setup: otherwise the captured step would compile
     if "compiled" in way:
         model.compile_blocks()
     elif "kernels" in way:
