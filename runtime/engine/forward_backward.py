@@ -5,7 +5,8 @@ the CPU longer than running them takes the GPU (docs/engineering_notes.md).
 """
 
 import atexit
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -23,8 +24,11 @@ class ForwardBackward:
     With `capture`, micro-steps run as a CUDA graph from the second optimizer step on. Every
     micro-step must do the same work at the same addresses: our gradients and step do, if the loss
     scale is constant. Each replay draws dropout's random numbers, the same ones as without a graph.
-    The first step runs eagerly, because libraries initialize at their first calls. The capture
-    comes before the second step: from then on, DeepSpeed's timer synchronizes the GPU.
+    The first step runs eagerly, because libraries initialize at their first calls, and compiled
+    code is made. The capture comes before the second step.
+
+    A batch of another shape, as a length ramp makes, begins anew: its first step runs eagerly, and
+    the capture comes before its second step. So there is one graph at a time.
     """
 
     def __init__(self, deepspeed: DeepSpeedEngine, capture: bool, is_local: bool) -> None:
@@ -34,7 +38,8 @@ class ForwardBackward:
         self.stage = int(deepspeed.zero_optimization_stage())
         self.capture = capture
         self.is_local = is_local
-        self.is_warm = False  # libraries have initialized
+        self.is_warm = False  # libraries have initialized, for batches of these shapes
+        self.shapes: list[torch.Size] = []
         self.is_checked = False  # in this step, the guards
         self.graph: torch.cuda.CUDAGraph | None = None
         self.guards: Guards | None = None
@@ -54,6 +59,8 @@ class ForwardBackward:
     def __call__(self, *batch: Tensor) -> Tensor:
         """Run a batch, as for Engine.micro_step(). Return the detached loss, which the next call
         may overwrite."""
+        if self.capture:
+            self.follow_shapes(batch)
         if self.capture and self.is_warm and not self.is_checked:
             self.check()
         if not (self.capture and self.is_warm):
@@ -68,6 +75,14 @@ class ForwardBackward:
         for owner, name, tensor in self.left:
             owner[name] = tensor
         return self.loss
+
+    def follow_shapes(self, batch: tuple[Tensor, ...]) -> None:
+        """Release the graph if it is of other shapes: a copy into its inputs could broadcast."""
+        shapes = [t.shape for t in batch]
+        if shapes != self.shapes:
+            self.release()
+            self.shapes = shapes
+            self.is_warm = False
 
     def check(self) -> None:
         """Go on without a graph if what it takes for fixed has changed. Once per optimizer step."""
@@ -100,7 +115,10 @@ class ForwardBackward:
         stream = torch.cuda.current_stream()
         try:
             # thread_local: other threads read data and write checkpoints during the capture
-            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            with (
+                without_throughput_timer(self.deepspeed),
+                torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"),
+            ):
                 self.loss = self.run_eagerly(*self.inputs)
         except (RuntimeError, UserError) as error:
             raise capture_error(error) from error
@@ -121,7 +139,14 @@ class ForwardBackward:
         """Release the graph, and make no other. Destroying an NCCL process group that a graph still
         uses hangs."""
         self.capture = False
+        self.release()
+
+    def release(self) -> None:
+        """Release the graph, if there is one. The next one has guards of its own."""
+        self.guards = None
         self.left = []
+        self.inputs = []
+        self.loss = None
         if self.graph is not None:
             torch.cuda.synchronize()
             self.graph.reset()
@@ -131,6 +156,22 @@ class ForwardBackward:
 def use_stream_for_capture() -> None:
     """Work on a stream of our own from now on: the default stream can't be captured."""
     torch.cuda.set_stream(torch.cuda.Stream())
+
+
+@contextlib.contextmanager
+def without_throughput_timer(deepspeed: DeepSpeedEngine) -> Iterator[None]:
+    """Stop the timer that DeepSpeed's forward starts. From the third step on, it waits for the GPU,
+    which a capture can't."""
+    timer = getattr(deepspeed, "tput_timer", None)
+    config = getattr(timer, "config", None)
+    was_enabled = getattr(config, "enabled", False)
+    try:
+        if was_enabled:
+            config.enabled = False
+        yield
+    finally:
+        if was_enabled:
+            config.enabled = True
 
 
 def loss_of_targets(model: Callable[..., Tensor], x: Tensor, y: Tensor, weight: Tensor) -> Tensor:

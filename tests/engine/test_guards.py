@@ -1,12 +1,21 @@
 """What a CUDA graph takes for fixed is watched: a training loop may change it. A capture that fails is one sentence."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.utils.config import DeepSpeedThroughputTimerConfig
+from deepspeed.utils.timer import ThroughputTimer
 from edited_model import edited_model
 from torch import nn
 
 from model import GPT, GPTConfig
-from runtime.engine.forward_backward import ForwardBackward, capture_error
+from runtime.engine.forward_backward import (
+    ForwardBackward,
+    capture_error,
+    without_throughput_timer,
+)
 from runtime.engine.guards import Guards
 from runtime.errors import UserError
 
@@ -121,30 +130,40 @@ class FakeGraph:
     """A graph whose replay computes nothing."""
 
     replays = 0
+    was_reset = False
 
     def replay(self):
         self.replays += 1
 
     def reset(self):
-        pass
+        self.was_reset = True
 
 
-def test_a_changed_attribute_drops_the_graph_with_one_note(tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def capturing(tmp_path, monkeypatch):
+    """(engine, ForwardBackward, graphs) of an edited model. graphs: FakeGraphs, in the order of their captures."""
     _, gpt = edited(tmp_path)
     gpt(*torch.randint(61, (2, 2, 16)))
     engine = FakeEngine(gpt)
     micro_step = ForwardBackward(engine, True, is_local=True)
-    graph = FakeGraph()
+    graphs = []
 
     def make_graph(batch):
         micro_step.inputs = [t.clone() for t in batch]
         micro_step.loss = micro_step.run_eagerly(*micro_step.inputs)
-        micro_step.graph = graph
+        micro_step.graph = FakeGraph()
+        graphs.append(micro_step.graph)
         micro_step.left = micro_step.guards.after_capture()
 
     monkeypatch.setattr(micro_step, "make_graph", make_graph)
     monkeypatch.setattr(Guards, "cpu_tensor", lambda self: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    return engine, micro_step, graphs
+
+
+def test_a_changed_attribute_drops_the_graph_with_one_note(capturing, capsys):
+    engine, micro_step, graphs = capturing
+    gpt = engine.module
     batch = torch.randint(61, (2, 2, 16))
 
     def step():
@@ -154,8 +173,9 @@ def test_a_changed_attribute_drops_the_graph_with_one_note(tmp_path, monkeypatch
         return loss.item()
 
     step()
-    assert (engine.eager, graph.replays) == (2, 0)  # libraries initialize
+    assert (engine.eager, len(graphs)) == (2, 0)  # libraries initialize
     step()
+    (graph,) = graphs
     assert (engine.eager, graph.replays) == (3, 2)  # the capture, and replays
     metric = gpt.norm
     gpt(*batch)  # an evaluation sets another tensor, which no replay would write
@@ -169,6 +189,55 @@ def test_a_changed_attribute_drops_the_graph_with_one_note(tmp_path, monkeypatch
     assert (engine.eager, graph.replays) == (7, 4) and micro_step.graph is None
     note = "note       model.aux_weight has changed, which a CUDA graph can't follow: micro-steps go on without one\n"
     assert capsys.readouterr().out == note
+
+
+def test_each_length_has_a_graph_of_its_own(capturing, capsys):
+    """2 steps of 8 rows of 4 tokens, 3 of 4 x 8, 3 of 2 x 16: an eager step each, then one capture."""
+    engine, micro_step, graphs = capturing
+    seen = []
+    for length, steps in ((4, 2), (8, 3), (16, 3)):
+        for _ in range(steps):
+            batch = torch.randint(61, (2, 32 // length, length))
+            for _ in range(2):
+                micro_step(*batch)
+            micro_step.after_step()
+            if micro_step.graph:
+                assert all(torch.equal(own, t) for own, t in zip(micro_step.inputs, batch, strict=True))
+            seen.append((engine.eager, [graph.replays for graph in graphs]))
+    assert seen == [(2, []), (3, [2]),
+                    (5, [2]), (6, [2, 2]), (6, [2, 4]),
+                    (8, [2, 4]), (9, [2, 4, 2]), (9, [2, 4, 4])]
+    assert [graph.was_reset for graph in graphs] == [True, True, False]
+
+    # What changes later is noticed by the last graph, too
+    engine.module.aux_weight = 8.0
+    micro_step(*batch)
+    assert micro_step.graph is None and graphs[-1].was_reset and engine.eager == 10
+    assert capsys.readouterr().out.startswith("note       model.aux_weight has changed")
+
+
+def test_shapes_that_change_within_a_step_take_no_graph(capturing):
+    engine, micro_step, graphs = capturing
+    for _ in range(3):
+        for length in (8, 16):
+            micro_step(*torch.randint(61, (2, 2, length)))
+        micro_step.after_step()
+    assert (engine.eager, graphs) == (6, [])
+
+
+def test_a_capture_does_not_wait_for_deepspeeds_timer(monkeypatch):
+    """From its third step on, the timer of a forward waits for the GPU."""
+    waits = []
+    monkeypatch.setattr(type(get_accelerator()), "synchronize", lambda *_: waits.append(1))
+    timer = ThroughputTimer(DeepSpeedThroughputTimerConfig(), batch_size=1)
+    timer.global_step_count = 2
+    timer.start()
+    assert len(waits) == 1
+    with without_throughput_timer(SimpleNamespace(tput_timer=timer)):
+        timer.start()
+    assert len(waits) == 1
+    timer.start()
+    assert len(waits) == 2
 
 
 def test_a_tensor_on_the_cpu_takes_no_graph(capsys):
