@@ -77,6 +77,8 @@ batch_size: int | Literal["auto"] = 1  # sequences per GPU and micro-step; auto:
 batch_ramp: str | None = None  # smaller steps at first: "8@0, 16@0.1, 32@0.3" takes 8 sequences
 # per step, 16 after a tenth of all tokens, and then 32, the batch of the other settings
 block_size = 1024  # tokens per sequence
+length_ramp: str | None = None  # shorter sequences at first: "256@0, 512@0.2, 1024@0.45" cuts them
+# to 256 tokens, after a fifth of all tokens to 512, and then trains on all of block_size
 # Model
 n_layer: int | None = None  # number of blocks; None: from the weights, or 12 from scratch
 n_head: int | None = None  # attention heads per block; None: from the weights, or 12 from scratch
@@ -226,7 +228,7 @@ plan = plan_run(settings, ranks)
 # "auto": see execution and plan.paths
 settings = plan.settings
 batch = plan.batch
-ramp = plan.ramp  # of batches: how many sequences each step takes
+ramp = plan.ramp  # how many sequences each step takes, and how long they are
 execution = plan.execution
 globals().update(vars(settings))  # from here on, each setting is a name of this script
 print0(summary(plan))
@@ -281,7 +283,7 @@ with all_exit_on(UserError):
 if plan.lora:
     lora.apply(model, plan.lora)
 model.gradient_checkpointing = gradient_checkpointing
-flops_per_token = model.flops_per_token(block_size)
+flops_per_token = {n: model.flops_per_token(n) for n in ramp.possible_lengths}  # n: context
 profiler = Profiler(model, out_dir) if profile else None  # before compiling
 
 # Our Triton kernels where they fit, else torch.compile
@@ -343,6 +345,7 @@ log = RunLog(
     device,
     plan.datasets,
     flops_per_token=flops_per_token,
+    ramp=ramp,
     memory_plan=estimate(plan),
     process_start=_process_start,
 )
@@ -545,7 +548,7 @@ while not finished() and not eval_only and exit_code is None:
     # one optimizer step
     micro_steps = ramp.size(iter_num) // batch.per_micro_step
     loss = torch.zeros((), device=device)
-    for micro_batch in batches.next_step(micro_steps):
+    for micro_batch in batches.next_step(micro_steps, ramp.length(iter_num)):
         loss += engine.micro_step(*micro_batch)  # forward and backward
     iter_num += 1
     step = engine.step(skip_above=health.skip_above())  # reduce and clip the gradients, update

@@ -406,7 +406,8 @@ def test_a_module_of_ours_that_is_missing_is_a_bug():
 SCRIPTS = ("train_deepspeed.py", "sample.py", "evaluate.py", "export_hf.py",
            "examples/animals90/src/train_deepspeed.py")
 NO_PATHS = {"resume_tag", "tag", "sample_start", "start", "wandb_project", "wandb_run_name", "target_gpu", "dtype",
-            "lora_target_modules", "device", "backend", "optimizer", "lr_schedule", "on_rising_norms", "batch_ramp"}
+            "lora_target_modules", "device", "backend", "optimizer", "lr_schedule", "on_rising_norms", "batch_ramp",
+            "length_ramp"}
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

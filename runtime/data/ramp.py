@@ -1,35 +1,59 @@
-"""The batch ramp: how many sequences each step takes, if early steps take fewer.
+"""The ramps: early steps may take fewer sequences, and shorter ones.
 
-A ramp is written as "8@0, 16@0.1, 32@0.3": 8 sequences per step at first, 16 after a tenth of all
-tokens, and 32 from three tenths on.
+A batch ramp, such as "8@0, 16@0.1, 32@0.3", takes 8 sequences per step at first, 16 after a tenth
+of all tokens, and 32 from three tenths on. A length ramp, such as "256@0, 512@0.2, 1024@0.45", does
+the same for the tokens per sequence.
+
+A length ramp cuts each sequence of block_size tokens into equal parts. A batch is counted before
+the cut, so a step keeps its tokens, and the data has the same order with a length ramp as without.
 """
 
 import re
 from dataclasses import dataclass
 
+from runtime.data.loader import BatchSizes
 from runtime.errors import UserError
+
+EXAMPLES = {
+    "batch_ramp": '--batch_ramp="8@0, 16@0.1, 32@0.3"',
+    "length_ramp": '--length_ramp="256@0, 512@0.2, 1024@0.45"',
+}
+UNITS = {"batch_ramp": "sequences", "length_ramp": "tokens"}
 
 
 @dataclass(frozen=True)
 class Ramp:
     """The sizes of a run's steps. All that it says depends on the iteration only.
 
-    sizes: sequences per step, over all ranks, of each stage. starts: the number of iterations
-    before each stage; the first is 0. max_iters: iterations of the run.
+    sizes: sequences per step, of block_size tokens and over all ranks, of each stage. starts: the
+    number of iterations before each stage; the first is 0. max_iters: iterations of the run.
+    lengths, length_starts: likewise, the tokens per sequence. The last length is block_size.
     """
 
     sizes: tuple[int, ...]
     starts: tuple[int, ...]
     max_iters: int
+    lengths: tuple[int, ...]
+    length_starts: tuple[int, ...]
 
     def size(self, iteration: int) -> int:
         """Return the sequences of the step that follows `iteration` finished ones."""
-        # The last stage that has begun
-        size = self.sizes[0]
-        for of_stage, start in zip(self.sizes, self.starts, strict=True):
-            if iteration >= start:
-                size = of_stage
-        return size
+        return value_at(iteration, self.sizes, self.starts)
+
+    def length(self, iteration: int) -> int:
+        """Return the tokens per sequence of the step that follows `iteration` finished ones."""
+        return value_at(iteration, self.lengths, self.length_starts)
+
+    @property
+    def changes_length(self) -> bool:
+        """Whether some steps have shorter sequences than others."""
+        return len(self.lengths) > 1
+
+    @property
+    def possible_lengths(self) -> list[int]:
+        """The lengths that a sequence of block_size tokens can be cut into."""
+        block_size = self.lengths[-1]
+        return [n for n in range(1, block_size + 1) if block_size % n == 0]
 
     def sequences_before(self, iteration: int) -> int:
         """Return the sequences of the first `iteration` steps."""
@@ -45,67 +69,149 @@ class Ramp:
         """The sequences of the whole run."""
         return self.sequences_before(self.max_iters)
 
+    def sequences_left(self, iteration: int) -> dict[int, int]:
+        """Return {tokens per sequence: the sequences of block_size tokens} of the steps from
+        `iteration` on."""
+        ends = (*self.length_starts[1:], self.max_iters)
+        left = {}
+        for length, start, end in zip(self.lengths, self.length_starts, ends, strict=True):
+            begin = max(start, iteration)
+            if begin < end:
+                left[length] = self.sequences_before(end) - self.sequences_before(begin)
+        return left
+
     def describe(self) -> str:
-        """Return the stages as text."""
-        stages = []
-        for size, start in zip(self.sizes, self.starts, strict=True):
-            stages.append(f"{size:,} from step {start:,}")
-        return f"{', '.join(stages)} (sequences per step)"
+        """Return the stages of the batch as text."""
+        return f"{describe_stages(self.sizes, self.starts)} (sequences per step)"
+
+    def describe_lengths(self) -> str:
+        """Return the stages of the length as text."""
+        stages = describe_stages(self.lengths, self.length_starts)
+        return f"{stages} (tokens per sequence; a step keeps its tokens)"
 
 
-def parse_stages(text: str) -> list[tuple[int, float]]:
-    """Return [(sequences per step, share of all tokens before)] of a ramp as the user writes it.
+def value_at(iteration: int, values: tuple[int, ...], starts: tuple[int, ...]) -> int:
+    """Return the value of the last stage that has begun after `iteration` finished steps."""
+    value = values[0]
+    for of_stage, start in zip(values, starts, strict=True):
+        if iteration >= start:
+            value = of_stage
+    return value
 
-    Raises UserError.
+
+def describe_stages(values: tuple[int, ...], starts: tuple[int, ...]) -> str:
+    """Return stages as text, such as "8 from step 0, 16 from step 267"."""
+    stages = []
+    for value, start in zip(values, starts, strict=True):
+        stages.append(f"{value:,} from step {start:,}")
+    return ", ".join(stages)
+
+
+def parse_stages(setting: str, text: str) -> list[tuple[int, float]]:
+    """Return [(value, share of all tokens before)] of a ramp as the user writes it.
+
+    setting: batch_ramp or length_ramp. Raises UserError.
     """
     # One stage after the other
+    unit = UNITS[setting]
     stages = []
     for part in text.split(","):
         match = re.fullmatch(r"\s*([0-9]{1,12})@([0-9]*\.?[0-9]+)\s*", part)
         if match is None:
+            form = f"{unit.upper()}@SHARE, {unit.upper()}@SHARE"
             raise UserError(
-                f"batch_ramp={text} is not of the form SEQUENCES@SHARE, SEQUENCES@SHARE: write "
-                '--batch_ramp="8@0, 16@0.1, 32@0.3"'
+                f"{setting}={text} is not of the form {form}: write {EXAMPLES[setting]}"
             )
         stages.append((int(match[1]), float(match[2])))
 
     # Both numbers grow
-    sizes = [size for size, _ in stages]
+    values = [value for value, _ in stages]
     shares = [share for _, share in stages]
     if shares[0] != 0 or shares[-1] >= 1:
-        raise UserError(f"batch_ramp={text}: begin at share 0, and stay below 1")
-    if sizes[0] < 1 or sizes != sorted(set(sizes)):
-        raise UserError(f"batch_ramp={text}: each stage needs more sequences than the one before")
+        raise UserError(f"{setting}={text}: begin at share 0, and stay below 1")
+    if values[0] < 1 or values != sorted(set(values)):
+        raise UserError(f"{setting}={text}: each stage needs more {unit} than the one before")
     if shares != sorted(set(shares)):
-        raise UserError(f"batch_ramp={text}: each stage needs a larger share than the one before")
+        raise UserError(f"{setting}={text}: each stage needs a larger share than the one before")
     return stages
 
 
-def make_ramp(text: str | None, max_iters: int, sequences: int, per_micro_step: int) -> Ramp:
-    """Return the Ramp of a run; without a text, that of equal steps.
+def make_ramp(
+    batch_ramp: str | None, length_ramp: str | None, max_iters: int, batch: BatchSizes
+) -> Ramp:
+    """Return the Ramp of a run; without a text, its steps are equal.
 
-    sequences: of a step after the ramp. per_micro_step: of a micro-step, over all ranks. Raises
-    UserError for what doesn't fit.
+    batch: of a step after the ramps. Raises UserError for what doesn't fit.
     """
-    if text is None:
-        return Ramp((sequences,), (0,), max_iters)
+    sizes: tuple[int, ...] = (batch.sequences,)
+    starts: tuple[int, ...] = (0,)
+    if batch_ramp is not None:
+        sizes, starts = stages_of_batch(batch_ramp, max_iters, batch)
+    by_size = Ramp(sizes, starts, max_iters, (batch.block_size,), (0,))
+    if length_ramp is None:
+        return by_size
+
+    # Shares of tokens are shares of sequences, because a cut keeps the tokens
+    stages = stages_of_length(length_ramp, batch.block_size)
+    lengths = tuple(length for length, _ in stages)
+    length_starts = tuple(iteration_at(share, by_size) for _, share in stages)
+    return Ramp(sizes, starts, max_iters, lengths, length_starts)
+
+
+def stages_of_batch(
+    text: str, max_iters: int, batch: BatchSizes
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return (sequences per step, iterations before) of each stage. Raises UserError."""
     # Each step is made of whole micro-steps
-    stages = parse_stages(text)
+    stages = parse_stages("batch_ramp", text)
     sizes = tuple(size for size, _ in stages)
     for size in sizes:
-        if size % per_micro_step:
+        if size % batch.per_micro_step:
             raise UserError(
                 f"batch_ramp={text}: {size} is not divisible by batch_size x GPUs = "
-                f"{per_micro_step}"
+                f"{batch.per_micro_step}"
             )
-    if sizes[-1] != sequences:
+    if sizes[-1] != batch.sequences:
         raise UserError(
             f"batch_ramp={text} ends with {sizes[-1]} sequences, but batch_size x GPUs x "
-            f"gradient_accumulation_steps = {sequences}: make them equal"
+            f"gradient_accumulation_steps = {batch.sequences}: make them equal"
         )
 
     # The steps before each stage, in proportion to those that its tokens take
     ends = [share for _, share in stages[1:]] + [1.0]
     steps = [(end - share) / size for (size, share), end in zip(stages, ends, strict=True)]
     starts = [round(max_iters * sum(steps[:i]) / sum(steps)) for i in range(len(steps))]
-    return Ramp(sizes, tuple(starts), max_iters)
+    return sizes, tuple(starts)
+
+
+def stages_of_length(text: str, block_size: int) -> list[tuple[int, float]]:
+    """Return [(tokens per sequence, share of all tokens before)]. Raises UserError."""
+    stages = parse_stages("length_ramp", text)
+    for length, _ in stages:
+        if length > block_size:
+            raise UserError(f"length_ramp={text}: {length} is above block_size={block_size}")
+        if block_size % length:
+            raise UserError(
+                f"length_ramp={text}: block_size={block_size} is not divisible by {length}, so it "
+                "can't be cut into such parts"
+            )
+    last, _ = stages[-1]
+    if last != block_size:
+        raise UserError(
+            f"length_ramp={text} ends with {last} tokens, but block_size={block_size}: make them "
+            "equal"
+        )
+    return stages
+
+
+def iteration_at(share: float, ramp: Ramp) -> int:
+    """Return after how many iterations about this share of a run's sequences is done."""
+    wanted = share * ramp.total
+    # The last stage of the batch that begins before them, and the rest in its steps
+    stage = 0
+    for i, start in enumerate(ramp.starts):
+        if ramp.sequences_before(start) <= wanted:
+            stage = i
+    begin = ramp.starts[stage]
+    rest = wanted - ramp.sequences_before(begin)
+    return min(ramp.max_iters, begin + round(rest / ramp.sizes[stage]))

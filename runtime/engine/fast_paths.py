@@ -124,9 +124,10 @@ def decide(
     fp8: bool = False,
     cuda_graph: bool | str = "auto",
     compact_optimizer: bool = False,
+    changes_length: bool = False,
 ) -> FastPaths:
     """Return the FastPaths of a run. accumulate_locally: each rank sums the micro-steps' gradients,
-    or no_local says why not."""
+    or no_local says why not. changes_length: the sequences become longer."""
     stage = ds_config["zero_optimization"]["stage"]
     several = world_size > 1
 
@@ -169,7 +170,8 @@ def decide(
         (has_timers, 'the timers of "wall_clock_breakdown" synchronize in every micro-step'),
     )
     if graph.taken and cuda_graph == "auto":
-        graph = decide_graph(facts, gathers=stage == 3 and several and not by_block.taken)
+        gathers = stage == 3 and several and not by_block.taken
+        graph = decide_graph(facts, gathers, changes_length)
     return FastPaths(gradients, by_block, local, kernels, chain, copies, compact, step, graph)
 
 
@@ -211,9 +213,9 @@ def decide_compact(is_wanted: bool, execution: Execution, ds_config: Mapping) ->
     )
 
 
-def decide_graph(facts: ModelFacts, gathers: bool) -> Choice:
+def decide_graph(facts: ModelFacts, gathers: bool, changes_length: bool) -> Choice:
     """Return whether cuda_graph=auto takes a graph that the settings allow. gathers: DeepSpeed
-    gathers the weights in each micro-step."""
+    gathers the weights in each micro-step. changes_length: as for decide()."""
     return first_reason(
         (
             facts.varies,
@@ -221,6 +223,11 @@ def decide_graph(facts: ModelFacts, gathers: bool) -> Choice:
             "doesn't",
         ),
         (gathers, "DeepSpeed gathers the weights in each micro-step"),
+        (
+            changes_length,
+            "length_ramp changes the shape of micro-steps; cuda_graph=True captures one graph for "
+            "each length",
+        ),
     )
 
 

@@ -43,11 +43,12 @@ class RunLog:
 
     settings: the run's, a dataclass. sources: what the weights came from. state: of the checkpoint
     that the run resumes from, else {}. datasets: with name, share and meta. flops_per_token: of
-    forward and backward. memory_plan: estimated peak bytes per GPU, by use. process_start:
-    time.monotonic() when the process started.
+    forward and backward, {tokens per sequence: FLOPs}. ramp: the planned steps, a Ramp.
+    memory_plan: estimated peak bytes per GPU, by use. process_start: time.monotonic() when the
+    process started.
 
     Steps may differ in size, so all figures come from the sequences that were trained on:
-    `batches`, the TrainBatches, has their number as `position`, and `waited_s`.
+    `batches`, the TrainBatches, has their number as `position`, and `trained_on` and `waited_s`.
     """
 
     def __init__(
@@ -57,7 +58,8 @@ class RunLog:
         state: Mapping,
         device: torch.device,
         datasets: Sequence,
-        flops_per_token: int,
+        flops_per_token: Mapping[int, int],
+        ramp: Any,
         memory_plan: Mapping[str, float],
         process_start: float,
     ) -> None:
@@ -68,6 +70,7 @@ class RunLog:
         self.device = device
         self.datasets = datasets
         self.flops_per_token = flops_per_token
+        self.ramp = ramp
         self.memory_plan = memory_plan
         self.process_start = process_start
 
@@ -76,13 +79,14 @@ class RunLog:
         self.first_iter = state.get("iter_num", 0)
         self.iter_num = self.first_iter
         self.is_finite = True
-        self.second_step: tuple[float, int] | None = None  # (time, position) at which it began
+        self.second_step: tuple[float, float] | None = None  # (time, FLOPs) at which it began
 
         # The clock, which restart_clock() starts, and where the run was then
         self.paused = True
         self.clock = 0.0
         self.clock_iter = 0
         self.clock_position = 0
+        self.clock_flops = 0.0
         self.waited_s = 0.0
 
         self.stragglers = StragglerDetector()
@@ -131,8 +135,16 @@ class RunLog:
             self.clock = time.monotonic()
             self.clock_iter = iter_num
             self.clock_position = batches.position
+            self.clock_flops = self.flops_of(batches.trained_on)
             self.waited_s = batches.waited_s
             self.paused = False
+
+    def flops_of(self, sequences: Mapping[int, int]) -> float:
+        """Return the FLOPs of training on {tokens per sequence: block_size tokens so often}."""
+        total = 0.0
+        for length, number in sequences.items():
+            total += number * self.settings.block_size * self.flops_per_token[length]
+        return total
 
     def step(
         self,
@@ -162,7 +174,8 @@ class RunLog:
         peak = peak_flops(self.device)
         mfu = None
         if peak:
-            mfu = tokens_per_s * self.flops_per_token / (peak * len(losses))
+            flops = self.flops_of(batches.trained_on) - self.clock_flops
+            mfu = flops / seconds / (peak * len(losses))
 
         # The record for history.jsonl and the loggers, and the line
         record = {
@@ -181,7 +194,7 @@ class RunLog:
             record["loss_scale"] = step.loss_scale
         if self.clock_iter == self.first_iter:
             record["first_step_s"] = time.monotonic() - self.process_start
-        progress = self.progress(record, share, batches.position, sequences / steps)
+        progress = self.progress(record, share, batches, sequences / steps)
         print0(f"{format_step(record)}, {progress}")
         show_progress(self.settings.max_iters, iter_num, f"loss {record['loss']:.4f}")
         self.record(record)
@@ -193,29 +206,37 @@ class RunLog:
             measured = record["memory"]
             print0(f"peak memory {measured / 1e9:.1f} GB (estimated: {planned / 1e9:.1f} GB)")
         self.restart_clock(iter_num, batches, paused=True)
-        self.second_step = self.second_step or (self.clock, self.clock_position)
+        self.second_step = self.second_step or (self.clock, self.clock_flops)
 
-    def progress(self, record: Mapping, share: float, position: int, per_step: float) -> str:
+    def progress(self, record: Mapping, share: float, batches: Any, per_step: float) -> str:
         """Return the share of the run that is done, and the time left, as text.
 
         It is that at the speed since the first step, evaluations included. The first step is slow,
         so its line has the time since the start of the process instead.
 
-        share: as for step(). position: the sequences so far. per_step: of each of the last steps.
+        share, batches: as for step(). per_step: the sequences of each of the last steps.
         """
         percent = f"{100 * min(1, share):.1f}%"
         if self.second_step is None:
             return f"{percent}, {record['first_step_s']:.1f} s after the start"
 
-        # Speed in sequences, because the size of a step may change
+        # Speed in FLOPs, because the size of a step and the length of its sequences may change
         began, began_at = self.second_step
-        seconds_per_sequence = (time.monotonic() - began) / (position - began_at)
+        flops = self.flops_of(batches.trained_on) - began_at
+        seconds_per_flop = (time.monotonic() - began) / flops
         if self.settings.max_epochs is None and self.settings.batch_ramp is None:
             steps_left = self.settings.max_iters - record["iter"]
             sequences_left = steps_left * per_step  # if the size stays
         else:
-            sequences_left = position * max(0, 1 / share - 1)
-        return f"{percent}, {format_time(seconds_per_sequence * sequences_left)} left"
+            sequences_left = batches.position * max(0, 1 / share - 1)
+
+        # The FLOPs of a sequence that is left, by the plan: long ones take more
+        planned = self.ramp.sequences_left(record["iter"])
+        if not planned:  # a run of other steps than planned, at full length
+            planned = {self.settings.block_size: 1}
+        flops_of_sequence = self.flops_of(planned) / sum(planned.values())
+        seconds_left = seconds_per_flop * flops_of_sequence * sequences_left
+        return f"{percent}, {format_time(seconds_left)} left"
 
     def evaluation(self, iter_num: int, losses: Mapping[str, Sequence], seconds: float) -> float:
         """Print and record an evaluation. Return the validation loss, of a mixture the weighted

@@ -22,7 +22,7 @@ class RunPlan(MemoryInputs):
     data: dict[str, Any]
     tokens: dict[str, Any]  # {split: the Sequences of each dataset}
     windows: int  # sequences per epoch
-    ramp: Ramp  # the sequences of each step
+    ramp: Ramp  # the sequences of each step, and their length
     start: Start
     lora: dict | None
     eval_windows: int  # per evaluation, over all ranks

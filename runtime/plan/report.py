@@ -160,18 +160,22 @@ def batch_line_of_target(plan: RunPlan) -> str:
 
 
 def ramp_lines(plan: RunPlan) -> list[str]:
-    """Return the line on the batch ramp, if there is one."""
-    if plan.settings.batch_ramp is None:
-        return []
-    return [f"ramp       {plan.ramp.describe()}"]
+    """Return the lines on the ramps, if there are any."""
+    lines = []
+    if plan.settings.batch_ramp is not None:
+        lines.append(f"ramp       {plan.ramp.describe()}")
+    if plan.settings.length_ramp is not None:
+        lines.append(f"ramp       {plan.ramp.describe_lengths()}")
+    return lines
 
 
 def time_lines(plan: RunPlan) -> list[str]:
     """Return the line on the time, if it can be estimated."""
     # It is the time of equal steps: a ramp's are not estimated
-    if not plan.execution.peak_flops or plan.settings.eval_only or plan.settings.batch_ramp:
+    s = plan.settings
+    if not plan.execution.peak_flops or s.eval_only or s.batch_ramp or s.length_ramp:
         return []
-    line = step_time.time_line(plan, plan.settings.max_iters)
+    line = step_time.time_line(plan, s.max_iters)
     return [line] if line else []
 
 

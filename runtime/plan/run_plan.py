@@ -98,7 +98,7 @@ def make_plan(settings: Any, ranks: Ranks, problems: Problems, notes: list[str])
     file_problems = Problems()
     opened = plan_data(s, bool(problems), file_problems, notes)
     s = plan_iterations(s, opened.windows, batch, notes)
-    check_ramp(s, batch, problems)
+    check_ramp(s, opened.data, batch, problems)
     lora = problems.attempt(lora_config, s)
     start = file_problems.attempt(find_start, s, opened.data, lora, batch, notes)
     tokenizer = file_problems.attempt(sample_tokenizer, s, opened.data, notes)
@@ -144,15 +144,23 @@ def requested_batch(s: Any, ranks: Ranks) -> BatchSizes:
 
 
 def ramp_of(s: Any, batch: BatchSizes) -> Ramp:
-    """Return the Ramp of the settings. Raises UserError if it doesn't fit the batch."""
-    return make_ramp(s.batch_ramp, s.max_iters, batch.sequences, batch.per_micro_step)
+    """Return the Ramp of the settings. Raises UserError if it doesn't fit the batch and
+    block_size."""
+    return make_ramp(s.batch_ramp, s.length_ramp, s.max_iters, batch)
 
 
-def check_ramp(s: Any, batch: BatchSizes, problems: Problems) -> None:
-    """Add a problem if the batch ramp doesn't fit. Its numbers only mean something if there is no
-    other problem."""
-    if not problems:
-        problems.attempt(ramp_of, s, batch)
+def check_ramp(s: Any, data: dict | None, batch: BatchSizes, problems: Problems) -> None:
+    """Add a problem if a ramp doesn't fit. Its numbers only mean something if there is no other
+    problem."""
+    if problems:
+        return
+    problems.attempt(ramp_of, s, batch)
+    # A part of a conversation may begin in the middle of an answer
+    if s.length_ramp is not None and data and data["template"]:
+        problems.add(
+            f"length_ramp={s.length_ramp} would cut the conversations of dataset={s.dataset}: "
+            "leave it out"
+        )
 
 
 def plan_data(s: Any, has_problems: bool, file_problems: Problems, notes: list[str]) -> PlannedData:
@@ -233,6 +241,7 @@ def memory_inputs(
         facts=model.facts,
         cuda_graph=s.cuda_graph,
         compact_optimizer=s.compact_optimizer,
+        changes_length=ramp_of(s, batch).changes_length,
         whole_logits=issubclass(GPT, Adapter),
     )
 

@@ -221,6 +221,13 @@ def test_a_ramp_is_the_mean_over_the_counted_tokens_of_each_step(train, chat, we
     assert [r["grad_norm"] for r in run.history if "loss" in r] == pytest.approx(norms, rel=1e-5)
 
 
+def test_a_length_ramp_would_cut_conversations(train, chat):
+    run = train(f"--dataset={chat.folder}", "--length_ramp=8@0, 32@0.5")
+    assert run.returncode == 2
+    assert f"length_ramp=8@0, 32@0.5 would cut the conversations of dataset={chat.folder}: leave it out" in run.stderr
+    assert "Traceback" not in run.stderr
+
+
 AUXILIARY = """
 from model import GPT
 def auxiliary_loss(model, idx):

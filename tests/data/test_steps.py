@@ -129,6 +129,40 @@ def test_a_steps_loss_is_the_mean_over_its_targets_whatever_the_number(world_siz
     assert len(set(weights)) > 3  # or the mean would be nothing to prove
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_shorter_sequences_are_parts_of_the_whole_ones(world_size):
+    """No target is lost or there twice, and what was read ahead is used."""
+    whole = [loader(5, 2, 3, world_size, rank) for rank in range(world_size)]
+    cut = [loader(5, 2, 3, world_size, rank) for rank in range(world_size)]
+    for micro_steps, length in ((2, 4), (1, 8), (3, 8), (3, 16), (2, 1)):
+        for own, own_cut in zip(whole, cut):
+            expected = own.next_step(micro_steps)
+            found = own_cut.next_step(micro_steps, length)
+            for (x, y), (part_x, part_y) in zip(expected, found, strict=True):
+                assert part_x.shape == part_y.shape == (2 * BLOCK // length, length)
+                for i, piece in enumerate(torch.split(x, length, dim=1)):
+                    assert torch.equal(part_x[i :: BLOCK // length], piece)
+                assert torch.equal(part_y, part_x + 1)  # the text counts up
+                assert torch.equal(part_y.view_as(y), y)
+    assert cut[0].position == 5 + 11 * 2 * world_size == whole[0].position
+    assert cut[0].trained_on == {n: 2 * world_size * steps for n, steps in ((4, 2), (8, 4), (16, 3), (1, 2))}
+
+
+@pytest.mark.parametrize("length", [3, 0, -4, 32, 4.0])
+def test_a_length_that_does_not_divide_is_refused(length):
+    batches = loader(0, 1, 2, 1, 0)
+    with pytest.raises(UserError, match=f"^a length of {length} doesn't divide block_size=16"):
+        batches.next_step(1, length)
+    assert batches.position == 0
+
+
+def test_conversations_are_not_cut():
+    batches = TrainBatches([(packed(), 1)], 0, BatchSizes(2, 1, 1, BLOCK), 0, 7, 256, "cpu")
+    with pytest.raises(UserError, match="^a length of 8 would cut conversations"):
+        batches.next_step(1, 8)
+    assert len(batches.next_step(1, 16)) == 1
+
+
 @pytest.mark.parametrize("micro_steps", [0, -1, 1.5, 2.0, "2", None])
 def test_what_is_no_number_of_micro_steps_is_refused(micro_steps):
     batches = loader(0, 1, 2, 1, 0)

@@ -77,6 +77,27 @@ def test_speed_is_that_of_all_ranks_without_evaluations(train):
         assert line.endswith(f"{time_left} left")
 
 
+def test_speed_and_time_left_follow_the_length_of_sequences(train):
+    """Steps of 2 x 0.3 s, of 4 sequences of 32 tokens: 30 of them cut to 8 tokens, 30 whole."""
+    args = ("--max_iters=60", "--length_ramp=8@0, 32@0.5", "--eval_interval=100")
+    run = done(train(*args, "--log_interval=20", plant=CLOCK))
+    short = FLOPS_PER_TOKEN - 12 * 2 * 32 * (32 - 8)
+    steps = [record for record in run.history if "loss" in record]
+    assert [record["iter"] for record in steps] == [1, 20, 40, 60]
+    flops = [short, short, (short + FLOPS_PER_TOKEN) / 2, FLOPS_PER_TOKEN]
+    for record, per_token in zip(steps, flops, strict=True):
+        assert record["tokens_per_s"] == pytest.approx(128 / 0.6, rel=1e-6)
+        assert record["mfu"] == pytest.approx(128 / 0.6 * per_token / 1e9, rel=1e-6)
+
+    # A whole step has 1.112 times the FLOPs of a short one. After 20 steps of 0.6 s, 10 short and
+    # 30 whole ones are left: 43.36 x 0.6 s = 26.0 s. After 40, the clock has been as fast for whole
+    # steps: 20 are left, and since the first one 29 short and 10 whole took 23.4 s
+    assert FLOPS_PER_TOKEN / short == pytest.approx(1.112, abs=1e-3)
+    lines = [line for line in run.stdout.splitlines() if line.startswith("iter ")]
+    for line, time_left in zip(lines[1:], ("0:26", "0:13", "0:00"), strict=True):
+        assert line.endswith(f"{time_left} left"), line
+
+
 def window_losses(out_dir, tag, tokens, offsets):
     """The mean loss of each window of 32 targets, in plain PyTorch with the weights of a tag."""
     model, _ = load_model(out_dir, tag)
