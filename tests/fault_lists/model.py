@@ -43,6 +43,18 @@ FAULTS = [
         test="engine/test_edited_script.py::test_a_batch_ramp_trains_as_plain_pytorch[up-2]",
     ),
     Fault(
+        subject="length ramp, resume",
+        description="a resume begins with the first stage's length",
+        file="train_deepspeed.py",
+        function=MODULE,
+        old="ramp.length(iter_num)",
+        new="ramp.length(iter_num - first_iter)",
+        test=(
+            "engine/test_length_ramp.py::"
+            "test_a_run_that_is_killed_in_each_stage_has_the_losses_of_one_that_is_not"
+        ),
+    ),
+    Fault(
         subject="batch ramp, epochs",
         description="max_epochs counts steps of the planned size",
         file="train_deepspeed.py",
