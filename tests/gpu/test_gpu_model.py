@@ -74,7 +74,7 @@ def case(request):
 
 def steps(case, way, dtype=torch.bfloat16, scale=4096.0, fp8=False, batches=None):
     """Return the loss and gradients of a third micro-step, and the model. The two before it are on other tokens, and
-    the second is captured if the way is. batches: of the three micro-steps."""
+    the second is captured if the way is. batches: of other micro-steps, of which the last one counts."""
     model = build(case["config"], case["weights"], dtype)
     model.gradient_checkpointing = "recomputed" in way
     choose_attention_backends(model)  # as in setup: otherwise the captured step would compile
@@ -110,6 +110,19 @@ def check_all(case, loss, gradients, dtype, scale, loss_bound):
 def test_loss_and_gradients_in_bfloat16(case, way):
     loss, gradients, _ = steps(case, way)
     check_all(case, loss, gradients, torch.bfloat16, 4096.0, 1e-3)
+
+
+@pytest.mark.parametrize("way", ["kernels captured", "kernels captured sums", "compiled captured"])
+def test_a_second_graph_for_shorter_sequences(case, way):
+    """As in a length ramp, the other way round: a graph for whole sequences, and then one for a quarter of them. The
+    capture is of the fourth micro-step, and a replay is of the fifth."""
+    def cut(batch):
+        return [tokens.view(4 * B, T // 4) for tokens in batch]
+
+    short, last = cut(case["other"]), cut(case["batch"])
+    exact = plain_gradients(case["weights"], case["config"], *last, torch.float64)
+    loss, gradients, _ = steps(case, way, batches=(case["other"], case["other"], short, short, last))
+    check_all({**case, "batch": last, "exact": exact}, loss, gradients, torch.bfloat16, 4096.0, 1e-3)
 
 
 @pytest.mark.parametrize("way", ["eager", "kernels", "kernels captured", "kernels captured sums", "compiled captured"])
