@@ -4,6 +4,7 @@ can't work."""
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -46,6 +47,7 @@ from runtime.plan.start import Start, find_start
 from runtime.plan.unread import unread_settings
 from runtime.sample.generate import escape_note
 
+OUR_LENGTH = "ramp.length("  # in a training script
 LEFT_FREE = 0.2  # of a GPU's memory, if accumulate_locally=auto is to accumulate
 
 
@@ -155,8 +157,17 @@ def check_ramp(s: Any, data: dict | None, batch: BatchSizes, problems: Problems)
     if problems:
         return
     problems.attempt(ramp_of, s, batch)
+    if s.length_ramp is None:
+        return
+    # A loop of an edited script may not follow it
+    if s.script and OUR_LENGTH not in Path(s.script).read_text(encoding="utf-8"):
+        problems.add(
+            f"length_ramp={s.length_ramp} needs batches.next_step(micro_steps, "
+            f"ramp.length(iter_num)) in the loop of {os.path.basename(s.script)}: edit it, or leave "
+            "length_ramp out"
+        )
     # A part of a conversation may begin in the middle of an answer
-    if s.length_ramp is not None and data and data["template"]:
+    if data and data["template"]:
         problems.add(
             f"length_ramp={s.length_ramp} would cut the conversations of dataset={s.dataset}: "
             "leave it out"

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from conftest import CHARS, done, stage
+from conftest import CHARS, done, edited_script, stage
 from test_edited_script import BATCH_SIZE, COMMON
 
 from model import GPT, GPTConfig
@@ -73,6 +73,16 @@ def test_both_ramps_train_as_plain_pytorch(train, expected, ranks, zero):
     tokens = [record["tokens"] for record in run.history if "loss" in record]
     assert tokens == (BLOCK * np.cumsum([sequences for sequences, _ in STEPS])).tolist()
     assert "iter 8: " in run.stdout and ", 100.0%, 0:00 left" in run.stdout
+
+
+def test_a_loop_that_does_not_follow_the_ramp_is_refused(train, tmp_path):
+    """A copy of the script from before there was one."""
+    script = edited_script(tmp_path, ("next_step(micro_steps, ramp.length(iter_num))", "next_step(micro_steps)"))
+    assert len(done(train(script=script)).losses) == 4
+    run = train("--length_ramp=8@0, 32@0.5", script=script)
+    assert run.returncode == 2 and "Traceback" not in run.stderr
+    assert "length_ramp=8@0, 32@0.5 needs batches.next_step(micro_steps, ramp.length(iter_num)) in the loop of " \
+           "train_edited.py: edit it, or leave length_ramp out" in run.stderr
 
 
 def killed_in_step(number):
