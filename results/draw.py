@@ -219,7 +219,7 @@ def draw_long_run(path):
     figure = Figure((12, 4.6), layout="constrained")
     figure.suptitle(f"GPT-2 124M, config/train_gpt2.py with Muon on one H200, on {TEXT}", x=0.01, ha="left")
     for axis, key in zip(figure.subplots(1, 2), ("loss", "grad_norm")):
-        plot.draw(axis, runs, key)
+        plot.draw_panel(axis, runs, key)
         axis.grid(color="black", alpha=0.12)
         axis.set_xlabel("step; dashed: stopped and resumed")
         for step in run["resumed_at"]:

@@ -2,9 +2,13 @@
 
 import json
 import re
+import subprocess
+import sys
 
+import numpy as np
 import pytest
 from conftest import ROOT
+from PIL import Image
 
 from results import long_run, table
 from results.estimates import XL, meta_model, planned_gb
@@ -20,6 +24,17 @@ def test_the_tables_of_all_pages_are_made_from_the_files():
     assert [page.name for page, text in pages.items() if text != table.with_tables(page)] == []
     shown = {name for text in pages.values() for name, *_ in table.BLOCK.findall(text)}
     assert shown == set(table.TABLES)
+
+
+def test_the_pictures_are_drawn_from_the_files(tmp_path):
+    """As those of docs/. Fonts may be smoothed in another way elsewhere, so a few values may differ."""
+    drawn = subprocess.run([sys.executable, ROOT / "results/draw.py", tmp_path], capture_output=True, text=True)
+    assert drawn.returncode == 0, drawn.stderr
+    for name in ("race", "memory", "zero", "long_run", "unstable"):
+        pictures = [np.asarray(Image.open(folder / f"{name}.png").convert("RGB"), dtype=float)
+                    for folder in (ROOT / "docs", tmp_path)]
+        assert pictures[0].shape == pictures[1].shape, name
+        assert abs(pictures[0] - pictures[1]).mean() < 1, name
 
 
 @pytest.mark.parametrize("text, problem", [
