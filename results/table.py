@@ -37,7 +37,8 @@ DRILLS = {  # file without cpu_ and .json: the result, from its keys
     "prepare": "{mb:,} MB in {seconds} s with 2 workers; the same bytes after {kills} kills"}
 CARDS = (  # one GPU for GPT-2 XL: what the table calls it, --target_gpu, what to add to the command
     ("8 GB", "8", "config/lora_xl.py"), ("16 GB (T4)", "T4", "config/presets/16gb.py"),
-    ("24 GB (RTX 4090)", "4090", "config/presets/24gb.py"), ("32 GB (RTX 5090)", "5090", "config/presets/32gb.py"),
+    ("24 GB (RTX 4090)", "4090", "config/presets/24gb.py"), ("32 GB (V100)", "V100-32", "config/presets/32gb.py"),
+    ("32 GB (RTX 5090)", "5090", "config/presets/24gb.py"),
     ("40 GB (A100)", "A100-40", "--batch_size=auto"), ("80 GB (H100)", "H100", "--batch_size=auto"),
     ("141 GB (H200)", "H200", "--batch_size=auto"))
 
@@ -230,10 +231,33 @@ def installs():
     return markdown([*heads, "demo's loss", SOURCE], rows)
 
 
+def suites():
+    """./run_tests.sh in fresh Debian roots: tests/fresh_root.py --tests."""
+    rows = []
+    for file in read("cpu_suite_*.json"):
+        counts, seconds = re.search(r"(.*?)(?:, \d+ warnings)? in ([\d.]+)s", file["tests"]).groups()
+        rows.append([f"Debian {file['debian']}", file["python"], file["installer"], counts,
+                     f"{float(seconds) / 60:.0f}", link(file)])
+    return markdown(["system", "Python", "with", "tests", "minutes", SOURCE], rows)
+
+
+def compact():
+    """GPT-2 XL with gradient checkpointing on one H200: results/compact.py speed."""
+    (file,) = read("h200_x1_compact.json")
+    rows = []
+    for split, ways in file["runs"].items():
+        plain, ours = ways["fp32"], ways["compact"]
+        ratio = ours["ms"]["median"] / plain["ms"]["median"]
+        rows.append([split.replace("x", " x "), f"{plain['ms']['median']:.0f}", f"{ours['ms']['median']:.0f}",
+                     f"{ratio:.3f}", f"{plain['peak_gb']:.1f}", f"{ours['peak_gb']:.1f}", link(file)])
+    return markdown([SPLIT, "float32 state, ms per step", "compact, ms per step", "ratio", "float32 state, peak GB",
+                     "compact, peak GB", SOURCE], rows)
+
+
 TABLES = {
     "cards": cards, "speed": speed, "training": training, "fsdp2": fsdp2, "muon": muon, "race": race,
     "fast-path-losses": fast_path_losses, "memory": memory, "sampling": sampling, "checkpoints": checkpoints,
-    "drills": drills, "char": char, "installs": installs}
+    "drills": drills, "char": char, "installs": installs, "suites": suites, "compact": compact}
 
 
 def pages():

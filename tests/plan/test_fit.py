@@ -222,6 +222,18 @@ def test_each_preset_fits_its_card_and_says_by_how_much():
             assert ("float16, ZeRO" if name != card else "bfloat16, ZeRO") in told, told
 
 
+def test_compact_state_takes_what_was_measured():
+    """18.7 GB on an H200. The dry run adds CUDA's part, which PyTorch doesn't count."""
+    measured = json.loads((ROOT / "results" / "h200_x1_compact.json").read_text(encoding="utf-8"))["runs"]
+    for split, state in itertools.product(("8x4", "4x8", "1x32"), ("fp32", "compact")):
+        micro, accumulation = split.split("x")
+        text = report("config/xl_shakespeare.py", "config/presets/24gb.py", f"--batch_size={micro}", "--target_gpu=H200",
+                      f"--gradient_accumulation_steps={accumulation}", f"--compact_optimizer={state == 'compact'}")
+        cuda = float(re.search(r"^ +([\d.]+) GB .*CUDA and NCCL$", text, re.M)[1])
+        planned = float(SIZE.search(text)[1]) - cuda
+        assert planned == pytest.approx(measured[split][state]["peak_gb"], rel=0.07), (split, state)
+
+
 def test_the_largest_batch_that_fits_and_divides():
     """GPT-2 XL on one GPU: 28 GB, and what each sequence adds."""
     config = {"zero_optimization": {"stage": 2}}
