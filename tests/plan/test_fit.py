@@ -227,8 +227,9 @@ def test_compact_state_takes_what_was_measured():
     measured = json.loads((ROOT / "results" / "h200_x1_compact.json").read_text(encoding="utf-8"))["runs"]
     for split, state in itertools.product(("8x4", "4x8", "1x32"), ("fp32", "compact")):
         micro, accumulation = split.split("x")
-        text = report("config/xl_shakespeare.py", "config/presets/24gb.py", f"--batch_size={micro}", "--target_gpu=H200",
-                      f"--gradient_accumulation_steps={accumulation}", f"--compact_optimizer={state == 'compact'}")
+        batch = (f"--batch_size={micro}", f"--gradient_accumulation_steps={accumulation}")
+        text = report("config/xl_shakespeare.py", "config/presets/24gb.py", *batch, "--target_gpu=H200",
+                      f"--compact_optimizer={state == 'compact'}")
         cuda = float(re.search(r"^ +([\d.]+) GB .*CUDA and NCCL$", text, re.M)[1])
         planned = float(SIZE.search(text)[1]) - cuda
         assert planned == pytest.approx(measured[split][state]["peak_gb"], rel=0.07), (split, state)
