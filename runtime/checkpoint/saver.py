@@ -9,8 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from runtime.checkpoint.buffers import different_buffers
 from runtime.checkpoint.errors import first_line
 from runtime.checkpoint.manifest import MANIFEST_FORMAT, check_state, topology
+from runtime.checkpoint.model_source import shown_names
 from runtime.checkpoint.save_errors import cause_of
 from runtime.checkpoint.staging import (
     ALIGNMENT,
@@ -62,6 +64,7 @@ class Saver:
         self.keep_last = keep_last
         self.tag_bytes = tag_bytes
         self.background = background
+        self.noted_buffers = False
         self.on_saved = on_saved
         self.failed: str | None = None
         self.thread: threading.Thread | None = None  # of the current save
@@ -113,6 +116,16 @@ class Saver:
             return
         if dist.get_rank() == 0:
             self._make_room(tag)
+
+        # Ranks may have other buffers, such as running statistics: said once
+        if not self.noted_buffers:
+            names = different_buffers(self.engine.module)
+            self.noted_buffers = bool(names)
+            if names:
+                print0(
+                    f"note: the ranks have different buffers ({shown_names(names)}): checkpoints hold "
+                    "those of rank 0, which all ranks get at a resume"
+                )
 
         # What the tag holds: the engine's own tensors, which the next step changes
         manifest = {

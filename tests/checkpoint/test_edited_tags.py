@@ -165,6 +165,16 @@ def test_a_new_run_starts_from_a_tag(train, trained, folder_of, edit):
     assert new.evals[0] == pytest.approx(run.evals[6], abs=1e-6)
 
 
+@pytest.mark.parametrize("edit, notes", [("running statistics", 1), ("RoPE, persistent", 0)])
+def test_ranks_with_other_buffers_are_said_once(train, folder_of, edit, notes):
+    """Each rank has seen other windows. Two saves."""
+    run = done(train(*LENGTHS, *WHOLE, *SPLIT[2], ranks=2, plant=plant(folder_of(edit)), timeout=100))
+    assert run.stdout.count("saving checkpoint to") == 2
+    said = ("note: the ranks have different buffers (mean_square): checkpoints hold those of rank 0, "
+            "which all ranks get at a resume")
+    assert run.stdout.count(said) == run.stdout.count("different buffers") == notes
+
+
 @pytest.mark.parametrize("edit", EDITS)
 def test_load_model_has_all_tensors_of_the_tag(trained, module_of, edit):
     """Weights, ties and buffers: those that the tag has, and those that it hasn't."""

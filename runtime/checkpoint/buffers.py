@@ -1,0 +1,34 @@
+"""Say when the ranks have other buffers, of which a checkpoint holds those of rank 0."""
+
+import hashlib
+
+import torch
+from torch import nn
+
+from runtime.cluster.ranks import all_gather_objects
+
+
+def persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return {name: buffer} of those that a checkpoint holds."""
+    found = {}
+    for prefix, part in module.named_modules():
+        for name, buffer in part.named_buffers(recurse=False):
+            if name not in part._non_persistent_buffers_set:
+                found[f"{prefix}.{name}" if prefix else name] = buffer
+    return found
+
+
+def different_buffers(module: nn.Module) -> list[str]:
+    """Return the names of the persistent buffers that aren't the same on all ranks.
+
+    All ranks call it. Without buffers, it costs nothing; else training waits for the GPU.
+    """
+    digests = {}
+    for name, buffer in persistent_buffers(module).items():
+        content = buffer.detach().cpu().contiguous().flatten().view(torch.uint8)
+        digests[name] = hashlib.sha256(content.numpy().tobytes()).hexdigest()
+    if not digests:  # the same on all ranks: they have one model
+        return []
+
+    of_ranks = all_gather_objects(digests)
+    return [name for name in digests if any(one.get(name) != digests[name] for one in of_ranks)]
