@@ -133,7 +133,7 @@ class Guards:
     def changed(self) -> str | None:
         """Return what has changed, such as "model.aux_weight", or None."""
         for entry in self.entries:
-            # Most are the same object, and this runs in each optimizer step
+            # Most are the same object, and this runs in each micro-step
             if entry.owner.get(entry.name, MISSING) is not entry.value and entry.is_changed():
                 return entry.label
         if sum(map(len, self.hooks)) != self.n_hooks:

@@ -191,6 +191,21 @@ def test_a_changed_attribute_drops_the_graph_with_one_note(capturing, capsys):
     assert capsys.readouterr().out == note
 
 
+def test_an_attribute_that_changes_within_a_step_counts_at_once(capturing, capsys):
+    """A loop that gives each micro-step its own weight."""
+    engine, micro_step, graphs = capturing
+    batch = torch.randint(61, (2, 2, 16))
+    micro_step(*batch)
+    micro_step.after_step()
+    captured = micro_step(*batch).item()
+    assert (engine.eager, graphs[0].replays) == (2, 1)
+
+    engine.module.aux_weight = 8.0
+    assert micro_step(*batch).item() > captured + 1.0
+    assert (engine.eager, graphs[0].replays) == (3, 1) and micro_step.graph is None
+    assert capsys.readouterr().out.startswith("note       model.aux_weight has changed")
+
+
 def test_each_length_has_a_graph_of_its_own(capturing, capsys):
     """2 steps of 8 rows of 4 tokens, 3 of 4 x 8, 3 of 2 x 16: an eager step each, then one capture."""
     engine, micro_step, graphs = capturing
