@@ -5,8 +5,7 @@ the CPU longer than running them takes the GPU (docs/engineering_notes.md).
 """
 
 import atexit
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from runtime.cluster.ranks import on_shut_down, print0
 from runtime.engine.guards import Guards
+from runtime.engine.layout import without_throughput_timer
 from runtime.engine.local_timer import LocalTimer
 from runtime.errors import UserError
 
@@ -157,22 +157,6 @@ class ForwardBackward:
 def use_stream_for_capture() -> None:
     """Work on a stream of our own from now on: the default stream can't be captured."""
     torch.cuda.set_stream(torch.cuda.Stream())
-
-
-@contextlib.contextmanager
-def without_throughput_timer(deepspeed: DeepSpeedEngine) -> Iterator[None]:
-    """Stop the timer that DeepSpeed's forward starts. From the third step on, it waits for the GPU,
-    which a capture can't."""
-    timer = getattr(deepspeed, "tput_timer", None)
-    config = getattr(timer, "config", None)
-    was_enabled = getattr(config, "enabled", False)
-    try:
-        if was_enabled:
-            config.enabled = False
-        yield
-    finally:
-        if was_enabled:
-            config.enabled = True
 
 
 def loss_of_targets(model: Callable[..., Tensor], x: Tensor, y: Tensor, weight: Tensor) -> Tensor:

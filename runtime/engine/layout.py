@@ -9,10 +9,11 @@ INTERNALS below is the complete table of what this file uses of DeepSpeed 0.19.8
 tests/engine/test_layout_table.py compares it with this file and with the installed version.
 """
 
+import contextlib
 import copyreg
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -62,6 +63,7 @@ INTERNALS = (
     Internal("engine", "zero_max_live_parameters zero_overlap_comm", "settings of the JSON"),
     Internal("engine", "set_gradient_accumulation_boundary step save_checkpoint", "as documented"),
     Internal("engine", "global_steps global_samples skipped_steps", "counters that a tag records"),
+    Internal("engine", "tput_timer", "it waits for the GPU in a forward, which a capture can't"),
     Internal("zero", "optimizer", "the optimizer of PyTorch"),
     Internal("zero", "dp_process_group", "the ranks that share the flat tensors"),
     Internal("zero", "clip_grad loss_scale loss_scaler dtype", "settings of the step"),
@@ -143,6 +145,19 @@ def set_loss_scale(engine: DeepSpeedEngine, scale: float) -> None:
     """Multiply the loss by this from now on."""
     zero = engine.optimizer
     zero.loss_scale = scale
+
+
+@contextlib.contextmanager
+def without_throughput_timer(engine: DeepSpeedEngine) -> Iterator[None]:
+    """Stop the timer that DeepSpeed's forward starts: from the third step on, it waits for the GPU,
+    which a capture can't."""
+    config = engine.tput_timer.config
+    was_enabled = config.enabled
+    config.enabled = False
+    try:
+        yield
+    finally:
+        config.enabled = was_enabled
 
 
 # What a Layout consists of

@@ -1,6 +1,8 @@
 """The loss and every gradient of GPT-2 small, and of two layers of GPT-2 XL's width, against plain PyTorch in float64:
 eager, compiled, by our kernels, captured in a CUDA graph, and with fp8. Dropout in captured steps."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from reference import GPT2, XL_2_LAYERS, build, check, errors, plain_gradients, random_weights
@@ -22,6 +24,7 @@ class Engine:
     """What ForwardBackward uses of DeepSpeed's engine. sums: gradients go to float32 sinks, as at ZeRO-2 on 1 rank."""
 
     device = torch.device("cuda")
+    tput_timer = SimpleNamespace(config=SimpleNamespace(enabled=True))
 
     def __init__(self, module, scale=1.0, sums=False):
         self.module, self.scale = module, scale
