@@ -33,8 +33,8 @@ CHOOSE = (
 
 
 def is_adamw(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether the fused step computes the same as this optimizer: PyTorch's AdamW, or
-    DeepSpeed's on the CPU, with options that the fused step implements."""
+    """Return whether our steppers can step this optimizer: PyTorch's AdamW, or DeepSpeed's on the
+    CPU, with options that they implement. Muon's groups are in such an AdamW, too."""
     kind = type(optimizer)
     is_cpu_adam = kind.__name__ == "DeepSpeedCPUAdam" and kind.__module__.startswith("deepspeed.")
 
@@ -51,8 +51,8 @@ def is_adamw(optimizer: torch.optim.Optimizer) -> bool:
 
     # What a user has attached to step() would not run in the fused step
     hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
-    has_own_step = "step" in vars(optimizer)  # replaced in this object
-    return not any(hooks) and not has_own_step
+    is_replaced = "step" in vars(optimizer)  # in this object
+    return not any(hooks) and not is_replaced
 
 
 def keep_rates_of_groups(optimizer: torch.optim.Optimizer) -> None:

@@ -11,8 +11,9 @@ class Clip:
     """How to scale the gradients of a step, and whether to make it.
 
     norm: of all ranks' gradients, without the loss scale, a scalar on their device. inverse_scale:
-    of the loss scale that the gradients have in them. max_norm: to clip to; infinite: don't clip.
-    skip_above: skip the step unless the norm is below it; a value of in_float32().
+    of the loss scale and the loss_factor that the gradients have in them. max_norm: to clip to;
+    infinite: don't clip. skip_above: skip the step unless the norm is below it; a value of
+    in_float32().
     """
 
     norm: Tensor

@@ -98,10 +98,11 @@ def low_bits(noise: Tensor | None, n: int) -> Tensor | int:
 def encode(values: Tensor, noise: Tensor | None, mantissa: int) -> tuple[Tensor, Tensor]:
     """Return (uint8 codes, uint8 scale of each block) of flat float32 values.
 
-    mantissa: bits; with 3, a code has a sign, and with 4, values are not negative. noise: int32;
-    None rounds to the nearest. What is too small for a code is rounded to zero or to the smallest;
-    if values are not negative, always to the smallest.
+    mantissa: bits; EXP_AVG_MANTISSA leaves one for a sign, else values are not negative. noise:
+    int32; None rounds to the nearest. What is too small for a code is rounded to zero or to the
+    smallest; if values are not negative, always to the smallest.
     """
+    is_signed = mantissa == EXP_AVG_MANTISSA
     dropped = MANTISSA_OF_FLOAT32 - mantissa
     bits = values.view(torch.int32)
 
@@ -115,10 +116,11 @@ def encode(values: Tensor, noise: Tensor | None, mantissa: int) -> tuple[Tensor,
     scales = (padded.view(n_blocks, BLOCK).amax(dim=1) >> mantissa).to(torch.uint8)
     base = base_of(scales, mantissa, values.numel())
 
-    # A code counts the steps above the lowest octave. What is below it is at most the smallest
+    # A code counts the steps above the lowest octave. What is below it becomes the smallest code or
+    # zero at random, so that its mean is right. But what is divided by must not become zero
     codes = rounded - base
     smallest = ((base + 1) << dropped).view(torch.float32)
-    if mantissa == EXP_AVG_SQ_MANTISSA:
+    if not is_signed:
         is_kept = magnitudes > 0
     else:
         limit = torch.as_tensor(low_bits(noise, 23), device=values.device).float() * 2.0**-23
@@ -126,17 +128,18 @@ def encode(values: Tensor, noise: Tensor | None, mantissa: int) -> tuple[Tensor,
     codes = torch.where(codes > 0, codes, is_kept.int())
 
     # The sign is the highest bit, but zero has none
-    if mantissa == EXP_AVG_MANTISSA:
+    if is_signed:
         codes = codes | torch.where((bits < 0) & (codes > 0), 0x80, 0)
     return codes.to(torch.uint8), scales
 
 
 def decode(codes: Tensor, scales: Tensor, mantissa: int) -> Tensor:
     """Return the float32 values of encode()."""
+    is_signed = mantissa == EXP_AVG_MANTISSA
     dropped = MANTISSA_OF_FLOAT32 - mantissa
     codes = codes.int()
     base = base_of(scales, mantissa, codes.numel())
-    if mantissa == EXP_AVG_SQ_MANTISSA:
+    if not is_signed:
         bits = (codes + base) << dropped
         return torch.where(codes > 0, bits, 0).view(torch.float32)
 

@@ -87,8 +87,9 @@ class Engine:
         elif self.stage == 3:
             self.lockstep = Lockstep(self.module, self.world_size)
 
-        # There, collectives of a micro-step would match others of a rank that ends its step. Those
-        # that a GPU waits for leave the CPU time to find out at the end of the step
+        # If one rank ends its step while another begins a micro-step, their collectives would be
+        # paired wrongly. Ours only queue up on a GPU, so the comparison in step() comes in time.
+        # Those of gloo, and of DeepSpeed's own path, wait: compare in each micro-step
         on_cpu = self.device.type == "cpu"
         self.checks_micro_steps = reduces_in_backward and (on_cpu or self.our_step is None)
 
@@ -120,6 +121,7 @@ class Engine:
             self.untouched.check()
             if self.fused:  # the weights have changed
                 self.fused.copy_weights()
+        # Each micro-step: the weights with which a forward begins
         if self.our_step and self.stage == 3:
             self.our_step.reduction.prepare()
 
@@ -140,7 +142,9 @@ class Engine:
         # The number of micro-steps so far, and whether the step ends
         ranks = all_gather_scalars(micro_steps, ends)
         if any(other != ranks[0] for other in ranks):
-            counts = ", ".join(f"{int(n) + (not end)}" for n, end in ranks)
+            # The micro-step that begins now counts, too
+            made = [int(n) if end else int(n) + 1 for n, end in ranks]
+            counts = ", ".join(map(str, made))
             raise UserError(
                 "the ranks make different numbers of micro-steps in one optimizer step "
                 f"({counts}): make as many on all ranks"

@@ -1,4 +1,4 @@
-"""Which fast paths a run takes, and why: decided once, in the plan.
+"""Which fast paths a run takes, and why: decided by the plan alone, before anything is trained.
 
 A fast path proves what it needs, or it isn't taken: the slow path of PyTorch or DeepSpeed is right
 for every model. inspect_model() finds out what a model fits, decide() adds the settings and the
@@ -53,7 +53,7 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class FastPaths:
-    """The choices of a run."""
+    """The choices of a run. `gradients` decides whether OurStep runs, `step` only its kernel."""
 
     gradients: Choice = NOT_TAKEN  # our reductions and our step, in the place of DeepSpeed's
     by_block: Choice = NOT_TAKEN  # ZeRO-3 gathers and reduces the blocks' matrices one by one

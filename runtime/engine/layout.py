@@ -344,8 +344,9 @@ class Layout:
             engine.save_checkpoint(out_dir, tag=tag, save_latest=False)
         engine.checkpoint_engine.files = []
 
-        # DeepSpeed's ZeroStageEnum. Python 3.11.0 to 3.11.3, as in Debian 12, pickle an Enum by
-        # getattr, which could run code, so no reader of ours takes it
+        # DeepSpeed's ZeroStageEnum as a number, so that a reader needs no class of DeepSpeed's, and
+        # Python 3.11.0 to 3.11.3 no getattr, which could run code. save_stage_by_its_class() is for
+        # what DeepSpeed writes itself, as in examples/animals90
         for _, content in saved:
             state = content.get("optimizer_state_dict", {})
             if "zero_stage" in state:
@@ -364,7 +365,12 @@ class Layout:
 
 
 def layout_of(engine: DeepSpeedEngine) -> Layout:
-    """Return the Layout of an engine that deepspeed.initialize has made, at stage 2 or 3."""
+    """Return the Layout of an engine that deepspeed.initialize has made, at stage 2 or 3.
+
+    This changes the engine: gradients land in the Layout's tensors, and DeepSpeed's own step is
+    right after any number of micro-steps (ExactStage2 and 3), until connect() puts ours in its
+    place (OurStage2 and 3).
+    """
     if engine.zero_optimization_stage() == 3:
         return zero3_layout(engine)
     return zero2_layout(engine)

@@ -221,7 +221,8 @@ class Muon:
         self.group = group
         self.size = size
         self.batches: list[MatrixBatch] = []
-        # This rank's matrices, and those that lie on its borders
+        # This rank's matrices, and all that lie on a border between ranks: every rank takes part in
+        # their all_reduce
         first_of_rank = size * dist.get_rank(group)
         for place, n_parts in zip(places, parts, strict=True):
             rows = place.param.shape[0] // n_parts

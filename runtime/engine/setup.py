@@ -214,6 +214,8 @@ def initialize(
     if engine.bfloat16_enabled() and scales_loss:
         sequences = engine.train_micro_batch_size_per_gpu() * engine.gradient_accumulation_steps()
         tokens = sequences * model.config.block_size  # over which the loss is a mean
+        # The kernels' float16 then sees each target's gradient times 16 to 32; with a mask, where
+        # fewer tokens are targets, times that of their share
         largest = tokens if masked else 16 * tokens
         set_loss_scale(engine, 2.0 ** largest.bit_length())
     return engine
@@ -289,8 +291,8 @@ def replace_gradients_and_step(layout: Layout, paths: FastPaths) -> OurStep | No
                     f"{optimizer_name(layout.optimizer)}: drop the setting"
                 )
         layout.make_compact()
-    # Do the gradients of micro-steps stay on their rank? Each rank decides by its own memory, and
-    # all have to do the same
+    # Do the gradients of micro-steps stay on their rank? One rank has nothing to reduce, whatever
+    # paths.local says. A plan is the same on all ranks, but a caller may come without one
     local = layout.world_size == 1
     if not local:
         local = all_reduce_sum(paths.local.taken)[0] == layout.world_size

@@ -30,7 +30,10 @@ from runtime.engine.shard import Shard
 
 
 class Reduction(Protocol):
-    """What takes the gradients of a backward to the shards."""
+    """What takes the gradients of a backward to the shards.
+
+    At ZeRO-3 also what gathers the weights: prepare() and gathered_parts() of Zero3Blocks.
+    """
 
     reduces_in_backward: bool
 
@@ -76,7 +79,7 @@ class OurStep:
         self.use_kernel = use_kernel
 
         # The stepper: of the optimizer itself, of the host, or of each parameter group
-        self.has_own_step = not is_adamw(layout.optimizer)
+        self.steps_itself = not is_adamw(layout.optimizer)
         self.on_host: HostAdam | None = None
         if layout.offloads:
             self.on_host = layout.cpu_adam or PyTorchsAdam()
@@ -92,7 +95,11 @@ class OurStep:
         )
 
     def make(self, wanted: Wanted) -> Report:
-        """Make a step. All ranks call this."""
+        """Make a step. All ranks call this.
+
+        DeepSpeed counts steps, so it has to make them: step_by() calls engine.step(), which calls
+        OurStage2.step() or OurStage3.step(), which calls the hook, which calls step() below.
+        """
         reports: list[Report] = []
         self.layout.step_by(lambda: reports.append(self.step(wanted)))
         (report,) = reports
@@ -112,7 +119,7 @@ class OurStep:
         # The update, or nothing if the norm is too large
         limit = in_float32(wanted.skip_above)
         clip = Clip(norm, 1 / scale, layout.max_norm, limit)
-        if self.has_own_step:
+        if self.steps_itself:
             step_by_itself(layout.optimizer, layout.shards, clip)
         else:
             for shard in layout.shards:

@@ -98,12 +98,12 @@ class Zero3Blocks:
         if self.world_size == 1:
             blocks = []
 
-        # The matrices of each block, and where they and their gradients go
-        matrices = [[layout.of[p] for p in block.parameters()] for block in blocks]
-        self.blocks = [[p for p in block if len(p.shape) > 1] for block in matrices]
+        # The matrices of each block are gathered one block at a time, all else once per step
+        params = [[layout.of[p] for p in block.parameters()] for block in blocks]
+        self.matrices = [[p for p in of_block if len(p.shape) > 1] for of_block in params]
         self.reduces_in_backward = bool(blocks) and not accumulate_locally
         self.holds_first = False  # what gather_first() gathers is whole, with the present weights
-        self.make_buffers(accumulate_locally)
+        self.make_buffers()
         self.make_sinks(accumulate_locally)
         self.begin_micro_step()
 
@@ -118,9 +118,9 @@ class Zero3Blocks:
         """Return a tensor of zeros for all ranks' parts of a parameter."""
         return sharded.flat.new_zeros(self.world_size * sharded.flat.numel(), dtype=dtype)
 
-    def make_buffers(self, accumulate_locally: bool) -> None:
+    def make_buffers(self) -> None:
         """Allocate the whole parameters."""
-        in_blocks = {p.param for block in self.blocks for p in block}
+        in_blocks = {p.param for block in self.matrices for p in block}
         self.others = [p for p in self.layout.params if p.param not in in_blocks]
         is_cuda = self.others[0].flat.is_cuda
         self.stream = torch.cuda.Stream() if self.layout.overlaps and is_cuda else None
@@ -132,18 +132,19 @@ class Zero3Blocks:
         self.views = [(p, p.whole(full)) for p, full in self.full.items()]
 
         # Of the blocks, which take turns
-        block_size = sum(p.numel for block in self.blocks[:1] for p in block)
-        live = self.layout.max_live_parameters // max(1, block_size)
-        self.buffers = [[self.full_size(p) for p in block] for block in self.blocks[: max(2, live)]]
+        per_block = sum(p.numel for block in self.matrices[:1] for p in block)
+        live = self.layout.max_live_parameters // max(1, per_block)
+        held = self.matrices[: max(2, live)]
+        self.buffers = [[self.full_size(p) for p in block] for block in held]
         self.block_views = []
-        for block, buffer in zip(self.blocks, itertools.cycle(self.buffers)):
+        for block, buffer in zip(self.matrices, itertools.cycle(self.buffers)):
             views = [(p, p.whole(full)) for p, full in zip(block, buffer, strict=True)]
             self.block_views.append(views)
 
     def make_sinks(self, accumulate_locally: bool) -> None:
         """Allocate the whole gradients, and give each trained parameter its sink."""
         trained = [p for p in self.layout.params if p.grads is not None]
-        in_blocks = {p for block in self.blocks for p in block}
+        in_blocks = {p for block in self.matrices for p in block}
 
         # Sums over the micro-steps, reduced once per step
         self.sums = {}
@@ -154,7 +155,7 @@ class Zero3Blocks:
 
         # Of the blocks: those of one backward, in two buffers that take turns
         self.reduced = []
-        for block in self.blocks:
+        for block in self.matrices:
             self.reduced.append([p for p in block if p.grads is not None and p not in self.sums])
         first = self.reduced[0] if self.reduced else []
         self.grad_buffers = [[self.full_size(p) for p in first] for _ in range(2)]
@@ -190,8 +191,8 @@ class Zero3Blocks:
     def gather(self, i: int) -> None:
         """Gather block i into its buffer, if there is one and the buffer doesn't hold it yet."""
         slot = i % max(1, len(self.buffers))
-        if i in range(len(self.blocks)) and self.held[slot] != i:
-            parts = [p.flat for p in self.blocks[i]]
+        if i in range(len(self.matrices)) and self.held[slot] != i:
+            parts = [p.flat for p in self.matrices[i]]
             with self.on_stream():
                 self.collective(dist.all_gather_into_tensor, self.buffers[slot], parts)
                 self.gathered[slot] = self.stream.record_event() if self.stream else None
@@ -231,7 +232,7 @@ class Zero3Blocks:
 
         # One collective for all: small parameters would each wait for the CPU
         pairs = list(self.full.items())
-        for block, buffer in zip(self.blocks, self.buffers):
+        for block, buffer in zip(self.matrices, self.buffers):
             pairs += zip(block, buffer, strict=True)
         params, full = zip(*pairs)
         self.collective(dist.all_gather_into_tensor, full, [p.flat for p in params])
@@ -250,7 +251,7 @@ class Zero3Blocks:
         """Note that gather_first() has gathered, and that no block has run."""
         self.held = list(range(len(self.buffers)))  # the block in each buffer
         self.next = 0  # the block whose turn it is
-        self.last = len(self.blocks)  # the block whose backward has begun
+        self.in_backward = len(self.matrices)  # the block whose backward has begun
         # Events of each buffer: those of this micro-step, because a captured graph can't wait for
         # others
         self.gathered: list[torch.cuda.Event | None] = [None] * len(self.buffers)
@@ -262,7 +263,8 @@ class Zero3Blocks:
         # the last blocks in the buffers
         if not self.holds_first or not model.training:
             self.gather_first()
-        self.holds_first = not self.blocks
+        # Later blocks take the buffers now. At the end of backward, the first ones have them again
+        self.holds_first = not self.matrices
         for p, full in self.views:
             p.show(full)
         self.begin_micro_step()
@@ -292,7 +294,7 @@ class Zero3Blocks:
 
     def release(self, i: int) -> None:
         """Make block i's matrices empty."""
-        for p in self.blocks[i]:
+        for p in self.matrices[i]:
             p.hide()
 
     def before_forward(self, i: int, block: nn.Module, inputs: tuple) -> None:
@@ -324,9 +326,9 @@ class Zero3Blocks:
         A block may have no backward: it returns its input, or computes without gradients. Its turn
         comes all the same, so that all ranks make the same collectives.
         """
-        while self.last > i:
-            self.last -= 1
-            self.begin_backward(self.last)
+        while self.in_backward > i:
+            self.in_backward -= 1
+            self.begin_backward(self.in_backward)
 
     def begin_backward(self, i: int) -> None:
         """Make block i's matrices whole for its backward, and reduce the gradients of block i +
@@ -334,14 +336,14 @@ class Zero3Blocks:
         self.wait_for(self.emptied, i)  # block i + 2's gradients were in the same buffer
         self.use(i)
         self.gather(i - 1)
-        if i + 1 < len(self.blocks):
+        if i + 1 < len(self.matrices):
             self.release(i + 1)
             self.reduce(i + 1)
 
     def on_grad_ready(self, param: nn.Parameter) -> None:
         """Take a gradient from autograd. There is none if a kernel has put it into the sink."""
         block = self.block_of.get(param)
-        if block is not None and block > self.last:
+        if block is not None and block > self.in_backward:
             name = self.layout.names[param]
             raise UserError(
                 f"the gradient of {name} came when ZeRO-3 had reduced block {block}: compute what "
@@ -352,7 +354,7 @@ class Zero3Blocks:
     def finish_backward(self) -> None:
         """Finish the reductions of this backward. Called after each backward."""
         # The first block's gradients come last, and no hook follows them
-        if self.blocks:
+        if self.matrices:
             self.go_back_to(0)
             self.release(0)
             self.reduce(0)

@@ -301,8 +301,8 @@ FAULTS = [
         ),
         file="runtime/engine/zero3_blocks.py",
         function="Zero3Blocks.go_back_to",
-        old=("while self.last > i:\n    self.last -= 1\n    self.begin_backward(self.last)"),
-        new=("if self.last > i:\n    self.last = i\n    self.begin_backward(self.last)"),
+        old=("while self.in_backward > i:\n    self.in_backward -= 1\n    self.begin_backward(self.in_backward)"),
+        new=("if self.in_backward > i:\n    self.in_backward = i\n    self.begin_backward(self.in_backward)"),
         test=(
             "engine/test_any_graph.py::test_training_is_plain_pytorchs[a block without "
             "gradients-2-ZeRO-3]"
@@ -313,7 +313,7 @@ FAULTS = [
         description="after a forward without a backward, blocks run with the weights of others",
         file="runtime/engine/zero3_blocks.py",
         function="Zero3Blocks.begin_forward",
-        old="self.holds_first = not self.blocks",
+        old="self.holds_first = not self.matrices",
         new="pass",
         test=(
             "engine/test_any_graph.py::test_training_is_plain_pytorchs[a block without "
