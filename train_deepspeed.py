@@ -330,7 +330,7 @@ iter_num = state.get("iter_num", 0)
 first_iter = iter_num
 evals_since_best = state.get("evals_since_best", 0)
 lr = state.get("lr")  # of the last step
-evaluation_is_due = state.get("evaluation_is_due", False)  # a stop has ended this iteration's
+evaluation_is_owed = state.get("evaluation_is_due", False)  # a stop ended it: make it up
 vocab_size = plan.data["vocab_size"]
 
 # The bytes of each token, for the loss per byte
@@ -418,24 +418,24 @@ def evaluate() -> float | None:
 def evaluate_and_save() -> bool:
     """Evaluate, and save a tag if one is due. Return whether this iteration's tag is settled: it is
     being saved, or its loss is not finite. If a stop ends the evaluation, a resume makes it up."""
-    global best_val_loss, evals_since_best, evaluation_is_due, code_at_end
-    was_due = evaluation_is_due
+    global best_val_loss, evals_since_best, evaluation_is_owed, code_if_finished
+    was_owed = evaluation_is_owed
     val_loss = evaluate()
-    evaluation_is_due = val_loss is None
-    if evaluation_is_due:
+    evaluation_is_owed = val_loss is None
+    if evaluation_is_owed:
         return False
 
     improved = val_loss < best_val_loss
     best_val_loss = min(best_val_loss, val_loss)  # in this order, NaN doesn't become the best
     evals_since_best = 0 if improved else evals_since_best + 1
-    if not (improved or always_save_checkpoint or finished() or was_due):
+    if not (improved or always_save_checkpoint or finished() or was_owed):
         return False
     if math.isfinite(val_loss):
         save(improved)
-        code_at_end = 0
+        code_if_finished = 0
     else:
         log.not_saved()
-        code_at_end = 2
+        code_if_finished = 2
     return True
 
 
@@ -451,26 +451,25 @@ def loss_is_finite() -> bool:
     return math.isfinite(total)
 
 
-def steps_done(epochs: float | None) -> float:
-    """Return iter_num. For a setting in epochs, return how many steps of the planned size the
-    sequences so far make."""
-    return iter_num if epochs is None else batches.position / batch.sequences
+def steps_done(in_epochs: bool) -> float:
+    """Return iter_num; for a length in epochs, the sequences so far, in steps of planned size."""
+    return batches.position / batch.sequences if in_epochs else iter_num
 
 
-def evaluations_due() -> int:
-    """Return the number of evaluations up to here."""
-    return evaluations_through(steps_done(eval_epochs), settings)
+def evaluations_so_far() -> int:
+    """Return how many evaluations a run up to here makes."""
+    return evaluations_through(steps_done(in_epochs=eval_epochs is not None), settings)
 
 
 def at_end() -> bool:
     """Return whether all iterations, or with max_epochs all epochs, are done."""
-    return steps_done(max_epochs) >= max_iters
+    return steps_done(in_epochs=max_epochs is not None) >= max_iters
 
 
 def finished() -> bool:
     """Return whether the run is at its end, its last evaluation included, or patience has run
     out."""
-    if evaluation_is_due:
+    if evaluation_is_owed:
         return False
     return at_end() or (patience is not None and evals_since_best >= patience)
 
@@ -495,7 +494,7 @@ def save(improved: bool) -> None:
         "evals_since_best": evals_since_best,
         "lr": lr,
         "improved": improved,
-        "evaluation_is_due": evaluation_is_due,
+        "evaluation_is_due": evaluation_is_owed,
         "wandb_id": log.wandb_id,
         "grad_norms": list(health.spikes.norms),
         "grad_norm_ratios": list(health.spikes.ratios),
@@ -513,10 +512,10 @@ best_val_loss = broadcast_from_rank0(best_val_loss)
 log.open_files()
 saver = Saver(engine, store, keep_last, plan.tag_bytes, async_save, on_saved=log.saved)
 exit_code = None  # of a stop
-code_at_end = 0
+code_if_finished = 0  # 2: the last loss is not finite. A stop in the last step doesn't count
 if iter_num == 0 or eval_only:
     evaluate()
-elif at_end() and not evaluation_is_due:
+elif at_end() and not evaluation_is_owed:
     longer = "--max_iters" if max_epochs is None else "--max_epochs"
     path = store.path(tag.name)
     print0(f"{path} is at iteration {iter_num} already: resume with a larger {longer}")
@@ -526,7 +525,7 @@ elif not at_end():
 shutdown.exit_if_requested()
 if not eval_only:
     shutdown.begin_training()  # a stop saves from here on
-    if evaluation_is_due:  # make it up
+    if evaluation_is_owed:
         evaluate_and_save()
         exit_code, _ = shutdown.agree()
 
@@ -537,7 +536,7 @@ if profiler:
     profiler.start()
 log.restart_clock(iter_num, batches)  # starts it
 while not finished() and not eval_only and exit_code is None:
-    evaluations_before = evaluations_due()
+    evaluations_before = evaluations_so_far()
 
     # the learning rate, and dropout's random numbers, which are the same after a resume
     torch.manual_seed(mixed_seed(seed, iter_num, ranks.rank))
@@ -557,7 +556,7 @@ while not finished() and not eval_only and exit_code is None:
     # check and log it
     health.check(step, loss, iter_num)  # warns about a skipped step, a spike or norms that rise
     if iter_num % log_interval == 0 or iter_num == first_iter + 1 or at_end():
-        share = steps_done(max_epochs) / max_iters  # of the run
+        share = steps_done(in_epochs=max_epochs is not None) / max_iters  # of the run
         if batch_ramp:
             share = ramp.sequences_before(iter_num) / ramp.total
         log.step(
@@ -566,7 +565,7 @@ while not finished() and not eval_only and exit_code is None:
 
     # evaluate, and save a tag
     tag_is_settled = False
-    if evaluations_due() > evaluations_before or at_end():
+    if evaluations_so_far() > evaluations_before or at_end():
         tag_is_settled = evaluate_and_save()
 
     # print a sample
@@ -618,5 +617,5 @@ log.close(
     evals_since_best=None if at_end() else evals_since_best,  # the run has stopped early
 )
 if finished():
-    exit_code = code_at_end
+    exit_code = code_if_finished
 shut_down(exit_code or 0)

@@ -59,7 +59,7 @@ FAULTS = [
         description="max_epochs counts steps of the planned size",
         file="train_deepspeed.py",
         function="at_end",
-        old="steps_done(max_epochs)",
+        old="steps_done(in_epochs=max_epochs is not None)",
         new="iter_num",
         test="engine/test_edited_script.py::test_epochs_are_of_sequences_in_a_ramp",
     ),
