@@ -374,9 +374,9 @@ def get_lr(it: int) -> float:
     # 2) decay to the lowest, where it stays, by the share of tokens
     decay_iters = max_iters if lr_decay_iters is None else lr_decay_iters
     lowest = learning_rate / 10 if min_lr is None else min_lr
-    decayed = ramp.sequences_before(it) - ramp.sequences_before(warmup_iters)
-    decay = ramp.sequences_before(decay_iters) - ramp.sequences_before(warmup_iters)
-    progress = min(1.0, decayed / max(1, decay))
+    begin = ramp.sequences_before(warmup_iters)
+    end = ramp.sequences_before(decay_iters)
+    progress = min(1.0, (ramp.sequences_before(it) - begin) / max(1, end - begin))
     if lr_schedule == "linear":
         remaining = 1 - progress
     else:
