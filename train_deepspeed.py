@@ -405,14 +405,13 @@ def estimate_loss() -> dict[str, list] | None:
 
 
 def evaluate() -> float | None:
-    """Print and record the losses. Return the validation loss, weighted by the shares of a mixture,
-    or None if a stop is requested meanwhile."""
+    """Print and record the losses. Return that of validation, or None if a stop is requested."""
     start = time.monotonic()
     losses = estimate_loss()
     if losses is None:
         print0(f"step {iter_num}: the evaluation is not finished")
         return None
-    return log.evaluation(iter_num, losses, time.monotonic() - start)
+    return log.evaluation(iter_num, losses, time.monotonic() - start)  # which weighs a mixture
 
 
 def evaluate_and_save() -> bool:
@@ -507,8 +506,9 @@ def save(improved: bool) -> None:
 # Before the loop: open the output after all checks, because it may delete, and evaluate
 
 with all_exit_on(OSError):
-    best_val_loss = store.clean(tag, corrupt_tags, overwrite, aliases(state.get("improved")))
-best_val_loss = broadcast_from_rank0(best_val_loss)
+    store.clean(tag, corrupt_tags, overwrite, aliases(state.get("improved")))
+    best = store.find_best() if ranks.rank == 0 else None
+_, best_val_loss = broadcast_from_rank0(best)  # of the tags that are left, not of `state`
 log.open_files()
 saver = Saver(engine, store, keep_last, plan.tag_bytes, async_save, on_saved=log.saved)
 exit_code = None  # of a stop

@@ -335,15 +335,15 @@ class TagStore:
         corrupt: Iterable[str] = (),
         overwrite: bool = False,
         aliases: Iterable[str] = (),
-    ) -> float | None:
-        """Prepare out_dir for a run that begins at `tag`, or anew. Return best's validation loss.
+    ) -> None:
+        """Prepare out_dir for a run that begins at `tag`, or anew.
 
         Remove leftovers, rename the corrupt tags, delete newer tags if `overwrite`, and link
-        `aliases` to the tag, which a kill may have prevented. Other ranks than 0 do nothing and
-        return None. Raises OSError.
+        `aliases` to the tag, which a kill may have prevented. Other ranks than 0 do nothing. Raises
+        OSError.
         """
         if self.read_only or RANK != 0:
-            return None
+            return
         # Leave only tags from which the run resumes
         self.remove_leftovers()
         for name in corrupt:
@@ -372,8 +372,6 @@ class TagStore:
                     )
         with contextlib.suppress(OSError):  # prune() tries again
             self.link_best()
-        _, best_val_loss = self.find_best()
-        return best_val_loss
 
 
 def is_numbered(tag: str) -> bool:
