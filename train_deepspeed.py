@@ -245,11 +245,12 @@ store = TagStore(out_dir, read_only=eval_only)  # locked until this process ends
 if not eval_only:
     shutdown.watch_stop_file(stop_file)
 # All ranks share the hashing of a tag. If nothing is saved, each node may have its own out_dir
-share = (ranks.rank, ranks.world_size)
+hashing_share = (ranks.rank, ranks.world_size)
 if eval_only or not keep_last:
-    share = (ranks.local_rank, ranks.local_world_size)
-# None unless this resumes, and newer tags that are damaged
-tag, corrupt_tags = newest_intact(store, plan.start, resume_tag, overwrite, share)
+    hashing_share = (ranks.local_rank, ranks.local_world_size)
+resumes = plan.start.kind == "resume"
+# tag: None unless this resumes. corrupt_tags: those that are newer and damaged
+tag, corrupt_tags = newest_intact(store, resumes, resume_tag, overwrite, hashing_share)
 
 # -----------------------------------------------------------------------------
 # Model

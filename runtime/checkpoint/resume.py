@@ -3,7 +3,6 @@
 import math
 import time
 from collections.abc import Iterable
-from typing import Protocol
 
 import torch.distributed as dist
 
@@ -19,30 +18,27 @@ from runtime.cluster.ranks import (
 )
 
 
-class Start(Protocol):
-    """What is asked here of a plan's Start."""
-
-    kind: str  # "resume", or another way to begin
-
-
 def newest_intact(
     store: TagStore,
-    start: Start,
+    resumes: bool,
     resume_tag: str = "latest",
     overwrite: bool = False,
     share: tuple[int, int] | None = None,
 ) -> tuple[Tag | None, list[str]]:
     """Return (the newest Tag that every rank finds intact, the names of newer, corrupt ones).
 
-    The first is None if the run doesn't resume. resume_tag: the one tag to check, or "latest" for
-    all. share: (number of this rank, of ranks) that share the hashing; None: all ranks. If each
-    node may have its own files, it is a node's ranks. A tag that can't be read ends the run, because
-    an older one would lose work. So does it if there is no intact one. All ranks call it.
+    They are None and [] unless the run `resumes`. One that doesn't ends if out_dir holds another
+    run, unless `overwrite` is set or the store is read-only.
+
+    resume_tag: the one tag to check, or "latest" for all. share: (number of this rank, of ranks)
+    that share the hashing; None: all ranks. If each node may have its own files, it is a node's
+    ranks. A tag that can't be read ends the run, because an older one would lose work. So does it
+    if there is no intact one. All ranks call it.
     """
     # List again on rank 0: the previous run may have saved since, and other machines may see that
     # later
     newest_first = broadcast_from_rank0(store.newest_first() if RANK == 0 else None)
-    if start.kind != "resume":
+    if not resumes:
         problems = []
         if newest_first and not overwrite and not store.read_only:
             problems.append(
