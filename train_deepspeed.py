@@ -355,7 +355,7 @@ health = StepHealth(log.warn, state, skip_grad_spikes)
 
 # The training data, from where the tag's run was
 switch_threads_quickly()  # a thread reads the batches
-mixture = [(source, data.share) for source, data in zip(plan.tokens["train"], plan.datasets)]
+mixture = [(source, data.share) for source, data in zip(plan.sequences["train"], plan.datasets)]
 position = state.get("sequences", 0)
 batches = TrainBatches(mixture, position, batch, ranks.rank, seed, vocab_size, device)
 
@@ -392,12 +392,12 @@ def estimate_loss() -> dict[str, list] | None:
     losses: dict[str, list] = {"train": [], "val": []}
     with evaluating(model):
         for split, estimates in losses.items():
-            for tokens in plan.tokens[split]:
+            for source in plan.sequences[split]:
                 sums = LossSums(device)
-                windows = eval_batches(
-                    tokens, plan.eval_windows, batch, ranks.rank, vocab_size, device
+                own_batches = eval_batches(
+                    source, plan.eval_windows, batch, ranks.rank, vocab_size, device
                 )
-                for x, y in windows:
+                for x, y in own_batches:
                     sums.add(engine.evaluate(x, y), y, bytes_of_tokens[y])
                     if stop_check.is_requested():
                         return None
@@ -442,9 +442,9 @@ def evaluate_and_save() -> bool:
 def loss_is_finite() -> bool:
     """Return whether the loss of a validation batch is finite on all ranks. That of weights with
     NaN is not."""
-    tokens = plan.tokens["val"][0]
-    windows = eval_batches(tokens, plan.eval_windows, batch, ranks.rank, vocab_size, device)
-    x, y = next(windows)
+    source = plan.sequences["val"][0]
+    own_batches = eval_batches(source, plan.eval_windows, batch, ranks.rank, vocab_size, device)
+    x, y = next(own_batches)
     with evaluating(model):
         loss = engine.evaluate(x, y).masked_fill(y < 0, 0).double().sum()
     (total,) = all_reduce_sum(loss)

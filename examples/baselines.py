@@ -51,7 +51,7 @@ def main():
     steps = {"hf": transformers_steps, "pytorch": pytorch_steps, "fsdp2": partial(pytorch_steps, fsdp2=True)}
     name, micro_step = steps[args.name](plan, s, device)
     switch_threads_quickly()
-    mixture = [(source, one.share) for source, one in zip(plan.tokens["train"], plan.datasets)]
+    mixture = [(source, one.share) for source, one in zip(plan.sequences["train"], plan.datasets)]
     batches = TrainBatches(mixture, 0, plan.batch, ranks.rank, s.seed, plan.data["vocab_size"], device)
     times, losses = [], []
     for _ in range(s.max_iters):

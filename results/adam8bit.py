@@ -122,7 +122,7 @@ def main() -> None:
     plan = plan_run(s, ranks)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     vocab_size = plan.data["vocab_size"]
-    mixture = [(plan.tokens["train"][0], 1)]
+    mixture = [(plan.sequences["train"][0], 1)]
     batches = TrainBatches(mixture, 0, plan.batch, 0, s.seed, vocab_size, torch.device("cpu"))
 
     # GPT-2 of transformers from random weights, without dropout as ours
@@ -152,7 +152,7 @@ def main() -> None:
         )
         trainer.train()
     peak = torch.cuda.max_memory_allocated() / 1e9 if device.type == "cuda" else None
-    val_windows = eval_batches(plan.tokens["val"][0], plan.eval_windows, plan.batch, 0, vocab_size, device)
+    val_windows = eval_batches(plan.sequences["val"][0], plan.eval_windows, plan.batch, 0, vocab_size, device)
     loss = validation_loss(model, val_windows, device)
 
     versions = {"transformers": transformers.__version__}

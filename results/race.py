@@ -88,14 +88,14 @@ def baseline(argv):
     def evaluate():
         model.eval()
         total, count = 0.0, 0
-        for x, y in eval_batches(plan.tokens["val"][0], plan.eval_windows, plan.batch, 0, vocab_size, device):
+        for x, y in eval_batches(plan.sequences["val"][0], plan.eval_windows, plan.batch, 0, vocab_size, device):
             total += loss_of(x, y, "sum").double().item()
             count += int((y >= 0).sum())
         model.train()
         return total / count
 
     switch_threads_quickly()
-    batches = TrainBatches([(plan.tokens["train"][0], 1)], 0, plan.batch, 0, s.seed, vocab_size, device)
+    batches = TrainBatches([(plan.sequences["train"][0], 1)], 0, plan.batch, 0, s.seed, vocab_size, device)
     ms, losses = {}, {0: evaluate()}
     for it in range(s.max_iters):
         start = time.perf_counter()

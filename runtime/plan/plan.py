@@ -18,14 +18,14 @@ class RunPlan(MemoryInputs):
 
     settings: Any  # from configurator.py; batch_size and numbers of iterations are resolved
     datasets: tuple  # Datasets
-    # {"tokenizer", "vocab_size", "template", "train_tokens", "val_tokens"} of all of them together
+    # Of all: "tokenizer", "vocab_size", "template", "train_tokens", "val_tokens" and "datasets"
     data: dict[str, Any]
-    tokens: dict[str, Any]  # {split: the Sequences of each dataset}
-    windows: int  # sequences per epoch
+    sequences: dict[str, Any]  # {split: the Sequences of each dataset}
+    sequences_per_epoch: int  # of all datasets
     ramp: Ramp  # the sequences of each step, and their length
     start: Start
     lora: dict | None
-    eval_windows: int  # per evaluation, over all ranks
+    eval_windows: int  # sequences per evaluation and dataset, over all ranks
     tag_bytes: int  # of a checkpoint
     tokenizer: tuple | None  # (encode, decode), if sample_interval is set
     notes: tuple[str, ...]

@@ -142,10 +142,10 @@ def sequences_of_a_step(plan: RunPlan) -> str:
 
 def batch_line(plan: RunPlan) -> str:
     """Return the line on the batch, and on the epoch in steps."""
-    # Tokens of a text fill windows without a gap
+    # Of a text, about: an epoch leaves out less than two windows
     epoch = plan.data["train_tokens"] / plan.model.block_size
-    if plan.data["template"]:  # conversations: windows have paddings
-        epoch = plan.windows
+    if plan.data["template"]:  # conversations: rows have padding
+        epoch = plan.sequences_per_epoch
     steps = epoch / plan.batch.sequences
     tokens = counted(plan.batch.tokens, "token")
     return (

@@ -169,24 +169,24 @@ def broken_rules(settings: Any, requested_batch_size: int) -> list[str]:
     return problems
 
 
-def plan_iterations(s: Any, windows: int | None, batch: BatchSizes, notes: list[str]) -> Any:
+def plan_iterations(s: Any, per_epoch: int | None, batch: BatchSizes, notes: list[str]) -> Any:
     """Return the settings with max_iters and eval_interval from max_epochs and eval_epochs, if
     these are set. Note a learning rate schedule of another length.
 
-    windows: in an epoch; None if there are problems.
+    per_epoch: the sequences of an epoch; None if there are problems.
     """
     max_iters = s.max_iters
     eval_interval = s.eval_interval
 
-    # Epochs are windows, and a step takes batch.sequences of them
-    if s.eval_epochs is not None and windows:
-        eval_interval = s.eval_epochs * windows / batch.sequences
+    # A step takes batch.sequences of them
+    if s.eval_epochs is not None and per_epoch:
+        eval_interval = s.eval_epochs * per_epoch / batch.sequences
         notes.append(
             f"eval_epochs={s.eval_epochs:g} is {eval_interval:,.2f} iterations; eval_interval is "
             "ignored"
         )
-    if s.max_epochs is not None and windows:
-        max_iters = math.ceil(s.max_epochs * windows / batch.sequences)
+    if s.max_epochs is not None and per_epoch:
+        max_iters = math.ceil(s.max_epochs * per_epoch / batch.sequences)
         notes.append(
             f"max_epochs={s.max_epochs:g} is {counted(max_iters, 'iteration')}; max_iters is "
             "ignored"

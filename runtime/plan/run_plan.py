@@ -56,8 +56,8 @@ class PlannedData(NamedTuple):
 
     datasets: tuple
     data: dict | None
-    tokens: dict | None
-    windows: int | None
+    sequences: dict | None
+    sequences_per_epoch: int | None
 
 
 def plan_run(settings: Any, ranks: Ranks) -> RunPlan:
@@ -99,7 +99,7 @@ def make_plan(settings: Any, ranks: Ranks, problems: Problems, notes: list[str])
     # The files of this machine, which may not be the target
     file_problems = Problems()
     opened = plan_data(s, bool(problems), file_problems, notes)
-    s = plan_iterations(s, opened.windows, batch, notes)
+    s = plan_iterations(s, opened.sequences_per_epoch, batch, notes)
     check_ramp(s, opened.data, batch, problems)
     lora = problems.attempt(lora_config, s)
     start = file_problems.attempt(find_start, s, opened.data, lora, batch, notes)
@@ -119,14 +119,14 @@ def make_plan(settings: Any, ranks: Ranks, problems: Problems, notes: list[str])
     run = choose_sizes(s, memory_inputs(s, start, execution, batch, model, config), notes)
     batch = run.batch
     s = replace(s, batch_size=batch.micro, gradient_accumulation_steps=batch.accumulation)
-    repeats = repeats_in_a_step(s, opened.datasets, opened.tokens, batch)
+    repeats = repeats_in_a_step(s, opened.datasets, opened.sequences, batch)
     return RunPlan(
         **vars(run),
         settings=s,
         datasets=tuple(opened.datasets),
         data=opened.data,
-        tokens=opened.tokens,
-        windows=opened.windows,
+        sequences=opened.sequences,
+        sequences_per_epoch=opened.sequences_per_epoch,
         ramp=ramp_of(s, batch),
         start=start,
         lora=lora,
@@ -175,7 +175,7 @@ def check_ramp(s: Any, data: dict | None, batch: BatchSizes, problems: Problems)
 
 
 def plan_data(s: Any, has_problems: bool, file_problems: Problems, notes: list[str]) -> PlannedData:
-    """Return the PlannedData of the settings. has_problems: others, with which the tokens aren't
+    """Return the PlannedData of the settings. has_problems: others, with which no tokens are
     opened."""
     datasets: tuple = ()
     data = None
@@ -191,14 +191,14 @@ def plan_data(s: Any, has_problems: bool, file_problems: Problems, notes: list[s
     if data is None and s.init_from == "scratch":
         notes.append("without its dataset, the plan takes GPT-2's vocabulary")
 
-    # The tokens
-    tokens = None
-    windows = None
+    # The sequences
+    sequences = None
+    per_epoch = None
     if not has_problems:
         epoch = file_problems.attempt(open_epoch, datasets, s.block_size, notes)
         if epoch:
-            tokens, windows = epoch
-    return PlannedData(datasets, data, tokens, windows)
+            sequences, per_epoch = epoch
+    return PlannedData(datasets, data, sequences, per_epoch)
 
 
 class PlannedModel(NamedTuple):
@@ -303,13 +303,15 @@ def open_epoch(datasets: tuple, block_size: int, notes: list[str]) -> tuple[dict
     return sources, sum(source.per_epoch for source in sources["train"])
 
 
-def repeats_in_a_step(s: Any, datasets: tuple, tokens: dict | None, batch: BatchSizes) -> list[str]:
+def repeats_in_a_step(
+    s: Any, datasets: tuple, sequences: dict | None, batch: BatchSizes
+) -> list[str]:
     """Return a sentence for each dataset of which a step takes more sequences than an epoch has."""
-    if s.eval_only or not tokens:
+    if s.eval_only or not sequences:
         return []
     shares = sum(dataset.share for dataset in datasets)
     sentences = []
-    for dataset, source in zip(datasets, tokens["train"], strict=True):
+    for dataset, source in zip(datasets, sequences["train"], strict=True):
         # A mixture gives each dataset its share of the batch
         per_epoch = source.per_epoch
         per_step = batch.sequences * dataset.share / shares
