@@ -46,7 +46,8 @@ from runtime.output import protect_output
 protect_output()
 
 # -----------------------------------------------------------------------------
-# Settings: overridden by config files and --key=value, see configurator.py and docs/settings.md
+# Settings: overridden by config files and --key=value, see configurator.py and docs/settings.md.
+# In --help, a comment line with a capital is a heading, and any other continues the one above
 
 # Output
 out_dir = "out-shakespeare-xl-deepspeed"  # folder for checkpoints, history.jsonl and settings.json
@@ -228,9 +229,11 @@ plan = plan_run(settings, ranks)
 # "auto": see execution and plan.paths
 settings = plan.settings
 batch = plan.batch
-ramp = plan.ramp  # how many sequences each step takes, and how long they are
+# How many sequences each step takes, and how long they are. If you rename `ramp`, or its length()
+# in the loop, change OUR_LENGTH in runtime/plan/run_plan.py, too: it looks for the text
+ramp = plan.ramp
 execution = plan.execution
-globals().update(vars(settings))  # from here on, each setting is a name of this script
+globals().update(vars(settings))  # until here, the names of settings have defaults
 print0(summary(plan))
 if dry_run:
     print0(memory_report(plan, ranks))
@@ -294,7 +297,8 @@ if plan.stage == 3:
     setup.gather_whole_modules(model)
 
 # -----------------------------------------------------------------------------
-# Optimizer
+# Optimizer: one AdamW holds all groups, and engine/step.py steps those of Muon by their "kind". If
+# you rename `adamw` or make_adamw(), change OUR_OPTIMIZER in runtime/plan/report.py, which is text
 
 shutdown.exit_if_requested()
 groups = model.parameter_groups(weight_decay)
@@ -323,7 +327,7 @@ engine = Engine(deepspeeds_engine, plan.paths, fused)
 # The state of the run: that of the tag, or a new one
 
 shutdown.exit_if_requested()
-state = {}
+state = {}  # what save() had recorded; manifest.json has it as "state"
 if tag:
     with all_exit_on(UserError):
         state = engine.load(store, tag)
@@ -386,13 +390,12 @@ def get_lr(it: int) -> float:
 
 
 def estimate_loss() -> dict[str, list] | None:
-    """Return {split: an Estimate of each dataset}, over the same windows each time. Return None if
-    a stop is requested meanwhile."""
+    """Return {split: an Estimate of each dataset}, or None if a stop is requested meanwhile."""
     stop_check = StopCheck(shutdown)
     losses: dict[str, list] = {"train": [], "val": []}
     with evaluating(model):
         for split, estimates in losses.items():
-            for source in plan.sequences[split]:
+            for source in plan.sequences[split]:  # the same windows each time
                 sums = LossSums(device)
                 own_batches = eval_batches(
                     source, plan.eval_windows, batch, ranks.rank, vocab_size, device
@@ -440,8 +443,7 @@ def evaluate_and_save() -> bool:
 
 
 def loss_is_finite() -> bool:
-    """Return whether the loss of a validation batch is finite on all ranks. That of weights with
-    NaN is not."""
+    """Return whether a validation batch's loss is finite on all ranks: NaN weights make it NaN."""
     source = plan.sequences["val"][0]
     own_batches = eval_batches(source, plan.eval_windows, batch, ranks.rank, vocab_size, device)
     x, y = next(own_batches)
@@ -467,16 +469,14 @@ def at_end() -> bool:
 
 
 def finished() -> bool:
-    """Return whether the run is at its end, its last evaluation included, or patience has run
-    out."""
+    """Return whether the run and its last evaluation are done, or patience has run out."""
     if evaluation_is_owed:
         return False
     return at_end() or (patience is not None and evals_since_best >= patience)
 
 
 def aliases(improved: bool | None) -> list[str]:
-    """Return the other names of this iteration's tag: best if the validation loss improved, final
-    at the end."""
+    """Return the other names of this iteration's tag: best if the loss improved, final if done."""
     names = []
     if improved:
         names.append("best")

@@ -51,7 +51,7 @@ class Ramp:
 
     @property
     def possible_lengths(self) -> list[int]:
-        """The lengths that a sequence of block_size tokens can be cut into."""
+        """The lengths that a sequence can be cut into: an edited loop may take any of them."""
         block_size = self.lengths[-1]
         return [n for n in range(1, block_size + 1) if block_size % n == 0]
 
@@ -185,7 +185,10 @@ def stages_of_batch(
 
 
 def stages_of_length(text: str, block_size: int) -> list[tuple[int, float]]:
-    """Return [(tokens per sequence, share of all tokens before)]. Raises UserError."""
+    """Return [(tokens per sequence, share of all tokens before)] of each stage. Raises UserError.
+
+    iteration_at() turns a share into iterations, because that depends on the batch ramp.
+    """
     stages = parse_stages("length_ramp", text)
     for length, _ in stages:
         if length > block_size:

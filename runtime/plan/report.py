@@ -16,7 +16,7 @@ from runtime.output import Explainer, counted, explain_uncaught
 from runtime.plan import advice, memory, step_time
 from runtime.plan.plan import RunPlan
 
-OUR_OPTIMIZER = "adamw = setup.make_adamw("  # in a training script
+OUR_OPTIMIZER = "adamw = setup.make_adamw("  # the text of a script that makes our AdamW
 
 
 def memory_report(plan: RunPlan, ranks: Ranks) -> str:

@@ -47,7 +47,7 @@ from runtime.plan.start import Start, find_start
 from runtime.plan.unread import unread_settings
 from runtime.sample.generate import escape_note
 
-OUR_LENGTH = "ramp.length("  # in a training script
+OUR_LENGTH = "ramp.length("  # the text that the loop of a training script has
 LEFT_FREE = 0.2  # of a GPU's memory, if accumulate_locally=auto is to accumulate
 
 

@@ -9,7 +9,8 @@ from typing import Any
 from runtime.chosen_model import GPTConfig
 
 RUNTIME = Path(__file__).resolve().parent.parent
-READS = r"\b(?:settings|s)\.{name}\b|\"{name}\""  # as an attribute, or in a table of names
+# As an attribute, or in a table of names. So runtime/ has to call the settings `settings` or `s`
+READS = r"\b(?:settings|s)\.{name}\b|\"{name}\""
 
 
 def unread_settings(settings: Any) -> list[str]:
