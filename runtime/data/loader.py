@@ -13,7 +13,8 @@ So a position means the same for any number of ranks, any micro-batch and any nu
 Shorter sequences, of a length ramp, are equal parts of these, and positions are the same there.
 A resumed run only needs this one number to continue, and repeats or skips nothing.
 
-Each epoch has every window of block_size tokens once, in the order of a keyed permutation, which is
+An epoch cuts the text into windows of block_size tokens that don't overlap, from an offset that
+differs from epoch to epoch. It takes each once, in the order of a keyed permutation, which is
 computed and not stored. In a mixture, each dataset has such a list, and a table interleaves them:
 of as many sequences as the shares add up to, each dataset has exactly its share.
 
@@ -183,7 +184,7 @@ class TrainBatches:
 
         self.reader = ThreadPoolExecutor(max_workers=1)
         self.ahead: deque[Future] = deque()  # the next steps, from self.position on
-        self.micro_steps_ahead = batch.accumulation  # of each of them
+        self.micro_steps_ahead = batch.accumulation  # that each of these steps has
         self.read_ahead()
 
     def next_step(

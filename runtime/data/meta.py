@@ -69,7 +69,6 @@ class NanoGPTMeta(TypedDict):
 
 def parse_meta(content: bytes) -> dict:
     """Return the meta of the content of a meta.json. Raises ValueError."""
-    # First the JSON, then the types, then what they say together
     meta = parse_json(content)
     check_type(meta, Meta)
     check_meta(meta)

@@ -152,7 +152,6 @@ def same_tokenizer(a: dict, b: dict) -> bool:
 
     It doesn't matter where their files are.
     """
-    # The ids decide, and not where the files are
     mine = a["tokenizer"]
     theirs = b["tokenizer"]
     if a["vocab_size"] != b["vocab_size"] or end_of_text(mine) != end_of_text(theirs):

@@ -54,7 +54,9 @@ class Sequences(Protocol):
 
 
 class TokenStream(Sequences):
-    """One long text. A sequence is any window of it, and its place is the window's offset.
+    """One long text. A sequence is a window of it, and its place is the window's offset.
+
+    The windows of an epoch don't overlap.
 
     tokens: (N,), integers, with N > block_size.
     """
@@ -70,6 +72,7 @@ class TokenStream(Sequences):
     @property
     def per_epoch(self) -> int:
         """The number of windows of an epoch."""
+        # Room for the last target, and for any shift below block_size
         return max(1, (len(self.tokens) - self.block_size) // self.block_size)
 
     @property
@@ -153,7 +156,6 @@ class Conversations(Sequences):
         order = kept[feistel_permute(np.arange(len(kept)), len(kept), 0)]
         self.spans = spans[order]
 
-        # The rows
         lengths = self.spans[:, 1] - self.spans[:, 0]
         self.firsts = first_of_each_row(lengths, length)
         self.counts = np.add.reduceat(targets[order], self.firsts[:-1])

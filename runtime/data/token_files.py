@@ -58,8 +58,7 @@ def described_type_problem(path: Path, meta: dict) -> str | None:
     """Return what is wrong with reading a file as the type that its meta.json names, or None.
 
     meta: the content of meta.json, whose size the file has. Ids that are 0 at each second place
-    look
-    like wider ones: then the file's hash decides, if meta.json has it.
+    look like wider ones: then the file's hash decides, if meta.json has it.
     """
     dtype = meta["dtype"]
     wide = wide_type(values_of(path), max_high=(meta["vocab_size"] - 1) >> 16)

@@ -330,11 +330,9 @@ def token_bytes(data: dict, fetch: bool = True) -> np.ndarray:
     with contextlib.suppress(UserError):
         tokens = _tokens_in_bytes(data["tokenizer"], n, fetch)
 
-    # The last element stays 0, for a target of -1
     sizes = np.zeros(n + 1, np.int64)
     sizes[: len(tokens)] = [len(token) for token in tokens]
 
-    # End-of-text has no bytes of text
     end = end_of_text(data["tokenizer"])
     sizes[n if end is None else end] = 0
     return sizes
