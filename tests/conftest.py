@@ -43,6 +43,7 @@ SMALL = ("--init_from=scratch", "--device=cpu", "--dtype=float32", "--n_layer=2"
 
 STAGES = {0: "config/ds/zero0.json", 1: "config/ds/zero1.json", 2: "ds_config_zero2.json", 3: "ds_config_zero3.json"}
 NO_SHAPE = ("--n_layer=None", "--n_head=None", "--n_embd=None")  # with weights, which bring their own
+MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's, as a tag names them
 EIGHT = ("--max_iters=8", "--lr_decay_iters=8", "--warmup_iters=2", "--dropout=0.1", "--keep_last=10")
 AT_IMPORT = ("PYTHON", "HF_", "LC_", "LANG", "DS_", "OMP_", "TORCH_", "TRITON_")  # variables that imports read
 FLOAT16 = """

@@ -67,7 +67,7 @@ class Saver:
         self.noted_buffers = False
         self.on_saved = on_saved
         self.failed: str | None = None
-        self.thread: threading.Thread | None = None  # of the current save
+        self.thread: threading.Thread | None = None  # of the current save or allocation
         self.staging = Staging(engine.device)
 
         # The threads have a group of their own: NCCL's calls must come in training's order
@@ -186,7 +186,7 @@ class Saver:
 
         Return None if host memory is short.
         """
-        # What preallocate() has estimated may be too little
+        # What preallocate() has estimated may be too little. allocate() needs a thread of its own
         size = staged_nbytes(files)
         self._start(self.staging.allocate, size)
         self._join()

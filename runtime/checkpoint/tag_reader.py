@@ -1,4 +1,4 @@
-"""Read weights and Adam's moments from the files of a tag, of any ZeRO stage and number of ranks.
+"""Read weights and optimizer state from a tag's files, of any ZeRO stage and number of ranks.
 
 The files are memory-mapped. DeepSpeed 0.19.8 shards them like this: stage 2 concatenates the
 parameters of a group and cuts them into one piece per rank. Stage 3 cuts each parameter into equal,
@@ -24,7 +24,6 @@ from runtime.torch_files import SAFE_GLOBALS, check_torch_file
 from runtime.untrusted import check_regular, open_regular
 
 SAME_OPTIMIZER = "use the parameter groups and the optimizer that it was trained with"
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 # Of a field such as "exp_avg": [rank][group], a flat tensor, or None where an optimizer has no such
 Flat = list[list[Tensor | None]]

@@ -176,8 +176,6 @@ class TagStore:
         Each link counts for its share.
         """
         total = 0
-
-        # Hard links share their bytes, so each name has its part
         try:
             leftovers = [name for name in os.listdir(self.out_dir) if LEFTOVER.fullmatch(name)]
             for name in {*self.list(), *leftovers} - set(kept):

@@ -12,13 +12,13 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from conftest import EIGHT, ROOT, done, stage
+from conftest import EIGHT, MOMENTS, ROOT, done, stage
 
 from runtime import hardware
 from runtime.checkpoint.errors import CheckpointError
 from runtime.checkpoint.load import load_model
 from runtime.checkpoint.saver import tag_bytes
-from runtime.checkpoint.tag_reader import MOMENTS, TagReader
+from runtime.checkpoint.tag_reader import TagReader
 from runtime.checkpoint.tags import TagStore
 from runtime.files import write_atomic
 from runtime.plan.memory import ParamCount

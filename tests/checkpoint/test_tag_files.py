@@ -7,11 +7,11 @@ import os
 
 import pytest
 import torch
-from conftest import Payload
+from conftest import MOMENTS, Payload
 from deepspeed.runtime.utils import see_memory_usage
 
 from runtime.checkpoint.errors import CheckpointError
-from runtime.checkpoint.tag_reader import MOMENTS, TagReader
+from runtime.checkpoint.tag_reader import TagReader
 from runtime.checkpoint.tag_writer import TagWriter
 from runtime.checkpoint.tags import TagStore
 from runtime.checkpoint.verify import verify_files
