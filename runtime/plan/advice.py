@@ -87,7 +87,6 @@ def runs_that_fit(plan: RunPlan) -> list[Fit]:
 
 def can_use(plan: RunPlan, preset: str) -> bool:
     """Return whether a RunPlan's other settings and hardware can use a preset."""
-    # What this hardware and these settings rule out
     offload = "offload" in preset
     if offload and plan.execution.device == "cpu":  # whose memory is the host's already
         return False

@@ -54,17 +54,17 @@ class ParamCount(NamedTuple):
 class MemoryInputs:
     """Everything that the memory of a run depends on."""
 
-    model: GPTConfig
+    model: GPTConfig  # the configuration: the training script makes the module
     execution: Execution
     batch: BatchSizes
     params: ParamCount
     ds_config: Mapping  # for deepspeed.initialize; read-only
     gradient_checkpointing: bool = False
     accumulate_locally: bool = False
-    no_local: str = ""  # why accumulate_locally is False
+    no_local: str = ""  # why accumulate_locally is False; both are from local_accumulation()
     fp8: bool = False
     pretrained: bool = True  # weights that are loaded in execution's dtype; else made in float32
-    facts: ModelFacts = ModelFacts()  # which fast paths the model fits
+    facts: ModelFacts = ModelFacts()  # why the model doesn't fit some fast paths
     cuda_graph: bool | str = "auto"
     compact_optimizer: bool = False
     changes_length: bool = False  # some steps have shorter sequences, and as many tokens
@@ -151,8 +151,7 @@ def estimate(run: MemoryInputs) -> dict[str, float]:
 def weights(run: MemoryInputs) -> int:
     """Return the bytes of the weights that the GPU keeps."""
     if uses_offload(run.ds_config, "param"):
-        # ZeRO-3 alone shards the weights
-        return 0
+        return 0  # they are in the memory of the host
 
     # Only stage 3 shards them
     shards = run.batch.world_size if run.stage == 3 else 1

@@ -1,4 +1,4 @@
-"""Collect the problems of settings, so that the user sees all of them at once."""
+"""Collect what is wrong with settings, or with files of this machine."""
 
 from collections.abc import Callable
 from typing import Any

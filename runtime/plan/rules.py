@@ -143,7 +143,6 @@ def broken_rules(settings: Any, requested_batch_size: int) -> list[str]:
     # A range is about what you asked for, not about what "auto" has become
     s = {**asdict(settings), "batch_size": requested_batch_size}
     problems = []
-    # Ranges
     for name, value in s.items():
         if isinstance(value, float) and not math.isfinite(value):
             problems.append(f"{name}={value} must be a finite number")

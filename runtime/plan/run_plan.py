@@ -106,17 +106,17 @@ def make_plan(settings: Any, ranks: Ranks, problems: Problems, notes: list[str])
     tokenizer = file_problems.attempt(sample_tokenizer, s, opened.data, notes)
 
     # The model, and the space that its checkpoints take on the disk
-    model = None
+    planned = None
     if start and not problems:
-        model = plan_model(s, start, lora, execution, config, problems, notes)
-    size = model.tag_bytes if model else 0
+        planned = plan_model(s, start, lora, execution, config, problems, notes)
+    size = planned.tag_bytes if planned else 0
     file_problems.attempt(check_out_dir, s, start, size if ranks.rank == 0 else 0, notes)
     if s.target_gpu is None or start is None:
         problems.add(*file_problems)
     if problems:
         return None
 
-    run = choose_sizes(s, memory_inputs(s, start, execution, batch, model, config), notes)
+    run = choose_sizes(s, memory_inputs(s, start, execution, batch, planned, config), notes)
     batch = run.batch
     s = replace(s, batch_size=batch.micro, gradient_accumulation_steps=batch.accumulation)
     repeats = repeats_in_a_step(s, opened.datasets, opened.sequences, batch)
@@ -205,7 +205,7 @@ class PlannedModel(NamedTuple):
     """What the plan needs to know of a model."""
 
     params: ParamCount
-    facts: ModelFacts  # what it fits
+    facts: ModelFacts  # why it doesn't fit some fast paths
     tag_bytes: int  # of a checkpoint
 
 
@@ -237,19 +237,24 @@ def plan_model(
 
 
 def memory_inputs(
-    s: Any, start: Start, execution: Execution, batch: BatchSizes, model: PlannedModel, config: dict
+    s: Any,
+    start: Start,
+    execution: Execution,
+    batch: BatchSizes,
+    planned: PlannedModel,
+    config: dict,
 ) -> MemoryInputs:
     """Return the MemoryInputs of a run, before choose_sizes()."""
     return MemoryInputs(
         start.model,
         execution,
         batch,
-        model.params,
+        planned.params,
         config,
         s.gradient_checkpointing,
         fp8=s.fp8,
         pretrained=start.kind == "pretrained",
-        facts=model.facts,
+        facts=planned.facts,
         cuda_graph=s.cuda_graph,
         compact_optimizer=s.compact_optimizer,
         changes_length=ramp_of(s, batch).changes_length,
@@ -358,7 +363,6 @@ def sample_tokenizer(
 ) -> tuple[Callable, Callable] | None:
     """Return (encode, decode) for samples, or None if there are none. Raises UserError."""
     if data is None or not s.sample_interval:
-        # No tokenizer is needed without data or samples
         return None
     note = escape_note("--sample_start", s.sample_start)
     if note:
@@ -411,7 +415,11 @@ def count_params(config: GPTConfig, lora: dict | None, muon: bool) -> tuple[Para
 
 def local_accumulation(s: Any, run: MemoryInputs) -> Choice:
     """Return whether each rank accumulates gradients, to reduce them once per step (see
-    runtime/engine)."""
+    runtime/engine).
+
+    decide() asks again for two of the reasons, for callers without a plan. One rank has nothing to
+    reduce, so it is not taken there, though engine/setup.py then sums in place, too.
+    """
     has_whole_sums = run.stage == 3 and not run.paths.by_block.taken
     total = memory.bytes_with_eval(replace(run, accumulate_locally=True))
     most = (1 - LEFT_FREE) * run.execution.memory

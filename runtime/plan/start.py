@@ -48,7 +48,7 @@ class Start:
 
     kind: str  # "scratch", "pretrained", "earlier run" or "resume"
     init_from: str  # the setting, with "auto" resolved
-    model: GPTConfig
+    model: GPTConfig  # the configuration: the training script makes the module
     sources: tuple[str, ...]  # of the weights, first to last: "gpt2-xl", "out-stage1/best"
     weights: str | None = None  # pretrained: folder or file; None if they weren't fetched
     optimizer: str | None = None  # that trained these weights
@@ -285,10 +285,8 @@ def from_earlier_run(
     return Start(
         "earlier run",
         init_from,
-
-        # The lineage goes on: an exported model names all its sources
         with_settings(config, settings),
-        (*state["sources"], where),
+        (*state["sources"], where),  # an exported model names all its sources
         parent=parent,
         optimizer=state["settings"]["optimizer"],
     )

@@ -66,7 +66,7 @@ def time_line(run: MemoryInputs, steps: int) -> str | None:
     if seconds < WORTH_SAYING_S:
         return None
 
-    # The upper end holds only for our step
+    # The upper end holds only for our step with its one kernel
     per_step = f"at least {1000 * LEAST * seconds:,.0f}"
     in_all = format_time(steps * LEAST * seconds)
     if run.paths.step.taken:
