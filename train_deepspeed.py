@@ -47,7 +47,7 @@ protect_output()
 
 # -----------------------------------------------------------------------------
 # Settings: overridden by config files and --key=value, see configurator.py and docs/settings.md.
-# In --help, a comment line with a capital is a heading, and any other continues the one above
+# In --help, a comment that begins with a capital is a heading, any other continues the one above
 
 # Output
 out_dir = "out-shakespeare-xl-deepspeed"  # folder for checkpoints, history.jsonl and settings.json
@@ -233,7 +233,7 @@ batch = plan.batch
 # in the loop, change OUR_LENGTH in runtime/plan/run_plan.py, too: it looks for the text
 ramp = plan.ramp
 execution = plan.execution
-globals().update(vars(settings))  # until here, the names of settings have defaults
+globals().update(vars(settings))  # before this, settings' names hold their defaults
 print0(summary(plan))
 if dry_run:
     print0(memory_report(plan, ranks))
@@ -297,8 +297,8 @@ if plan.stage == 3:
     setup.gather_whole_modules(model)
 
 # -----------------------------------------------------------------------------
-# Optimizer: one AdamW holds all groups, and engine/step.py steps those of Muon by their "kind". If
-# you rename `adamw` or make_adamw(), change OUR_OPTIMIZER in runtime/plan/report.py, which is text
+# Optimizer: one AdamW holds all groups, and engine/step.py steps Muon's by their "kind". If you
+# rename `adamw` or make_adamw(), change OUR_OPTIMIZER in plan/report.py: it looks for the text
 
 shutdown.exit_if_requested()
 groups = model.parameter_groups(weight_decay)
