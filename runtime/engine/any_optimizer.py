@@ -277,7 +277,7 @@ def step_by_itself(optimizer: torch.optim.Optimizer, shards: Sequence[Shard], cl
         factor = clip.factor()
         params_of_group = defaultdict(list)
         for shard in shards:
-            params_of_group[shard.group].append(shard.master)
+            params_of_group[shard.group_index].append(shard.master)
             grads = shard.grads * factor
             shard.master.grad = grads.to(shard.master.device)
 

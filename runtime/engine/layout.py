@@ -547,7 +547,7 @@ def zero2_layout(engine: DeepSpeedEngine) -> Zero2Layout:
                 half=zero2.parallel_partitioned_bit16_groups[i][rank],
                 grads=buffer.flat_partition,
                 optimizer=zero2.optimizer,
-                group=i,
+                group_index=i,
                 pieces=pieces_of(places, size=master.numel(), rank=rank),
                 places=places,
             )
@@ -679,7 +679,7 @@ def zero3_layout(engine: DeepSpeedEngine) -> Zero3Layout:
                 half=halves[i],
                 grads=grads[i],
                 optimizer=zero3.optimizer,
-                group=zero3.sub_group_to_group_id[i],
+                group_index=zero3.sub_group_to_group_id[i],
                 pieces=tuple(pieces),
             )
         )

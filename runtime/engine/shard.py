@@ -39,7 +39,7 @@ class Shard:
     half: Tensor  # the same weights as forward and backward use them
     grads: Tensor  # fp32 gradients, averaged over the ranks when a step begins
     optimizer: torch.optim.Optimizer
-    group: int  # the number of the optimizer's parameter group
+    group_index: int  # of the optimizer's parameter group
     pieces: tuple[Piece, ...] = ()
     places: tuple[Place, ...] = ()  # of all ranks; at ZeRO-3, parameters are cut one by one
     compact: CompactState | None = None
@@ -54,7 +54,7 @@ class Shard:
     @property
     def options(self) -> dict:
         """The optimizer's parameter group: lr, betas, ... load_state_dict() makes another dict."""
-        return self.optimizer.param_groups[self.group]
+        return self.optimizer.param_groups[self.group_index]
 
     @property
     def state(self) -> dict:

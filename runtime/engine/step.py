@@ -151,15 +151,15 @@ class OurStep:
 
         # The stepper of this kind of group
         if is_muon(shard.options):
-            if shard.group not in self.muon:
-                self.muon[shard.group] = Muon(
+            if shard.group_index not in self.muon:
+                self.muon[shard.group_index] = Muon(
                     shard.places,
                     shard.options["parts"],
                     size=shard.grads.numel(),
                     group=self.layout.group,
                     use_kernels=self.use_kernel,
                 )
-            self.muon[shard.group].step(shard, clip)
+            self.muon[shard.group_index].step(shard, clip)
         elif shard.compact and self.use_kernel:
             step_compact_by_kernel(shard, clip)
         elif shard.compact:

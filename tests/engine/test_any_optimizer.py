@@ -173,7 +173,7 @@ def test_a_step_sees_scaled_gradients_and_rounds_the_weights():
     weights = torch.nn.Parameter(torch.linspace(-1, 1, 9))
     optimizer = torch.optim.SGD([weights], lr=0.5)
     half = weights.detach().to(torch.bfloat16)
-    shard = Shard(weights, half, torch.ones(9), optimizer, group=0)
+    shard = Shard(weights, half, torch.ones(9), optimizer, group_index=0)
     optimizer.param_groups[0]["params"] = []  # as DeepSpeed leaves it at ZeRO-3
     step_by_itself(optimizer, [shard], Clip(torch.tensor(1.0), 0.25, math.inf, math.inf))
     assert torch.equal(weights, torch.linspace(-1, 1, 9) - 0.125)

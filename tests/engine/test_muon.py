@@ -138,7 +138,7 @@ grads, master, half, momentum = torch.ones(4, 140 * 256**2)  # 37 MB each: below
 places = [Place(torch.empty(256, 256, device="meta"), i * 256**2) for i in range(140)]
 optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))], lr=0.02, weight_decay=0.1)
 optimizer.state[master] = {"exp_avg": momentum}
-shard = Shard(master, half, grads, optimizer, group=0)
+shard = Shard(master, half, grads, optimizer, group_index=0)
 muon, before = Muon(places, [1] * 140, len(grads), None), psutil.Process().memory_info().rss
 muon.step(shard, Clip(torch.ones(()), 0.5, 1.0, 1e9))
 assert abs(momentum[0] - (0.95 + 0.05 * 0.5)) < 1e-5  # it has no loss scale

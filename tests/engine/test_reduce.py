@@ -26,7 +26,7 @@ def buckets(process_group):
         half=half,
         grads=grads,
         optimizer=torch.optim.AdamW(module),
-        group=0,
+        group_index=0,
         pieces=pieces_of(places, SHARD_SIZE, rank=1),
         places=places,
     )

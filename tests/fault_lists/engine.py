@@ -203,7 +203,7 @@ FAULTS = [
         file="runtime/engine/state.py",
         function="init_state",
         old="reader.group_state_of(names)",
-        new="reader.group_states[min(shard.group, len(reader.group_states) - 1)]",
+        new="reader.group_states[min(shard.group_index, len(reader.group_states) - 1)]",
         test="engine/test_any_optimizer.py::test_numbers_follow_their_parameters_into_other_groups[2]",
     ),
     Fault(

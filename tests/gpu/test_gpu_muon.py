@@ -40,7 +40,7 @@ def test_three_steps_are_pytorchs(monkeypatch, max_batch, use_kernels):
     places = [Place(p, offset) for p, offset in zip(matrices, itertools.accumulate(sizes, initial=0))]
     ours, momentum = muon.Muon(places, group["parts"], start.numel(), None, use_kernels), torch.zeros_like(start)
     options = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))], lr=LR, weight_decay=DECAY)
-    p = Shard(start.clone(), start.bfloat16(), torch.empty_like(start), options, group=0)
+    p = Shard(start.clone(), start.bfloat16(), torch.empty_like(start), options, group_index=0)
     options.state[p.master] = {"exp_avg": momentum}
     for step in range(4):
         grads = torch.randn_like(start)
