@@ -23,7 +23,7 @@ def adamw_kernel(
     grad_norm,
     n,
     lr,
-    decay,
+    keep,
     beta1,
     beta2,
     eps,
@@ -35,8 +35,8 @@ def adamw_kernel(
     """Step n elements and clear their grads. If grad_norm is not below skip_above, only clear
     grads.
 
-    decay: 1 - lr * weight_decay. step: number of steps before this one. inverse_scale: of the loss
-    scale, which grads have in them, and grad_norm hasn't.
+    keep: what weight decay leaves of a weight, 1 - lr * weight_decay. step: number of steps before
+    this one. inverse_scale: as in Clip; grads are to be multiplied by it, and grad_norm has been.
     """
     # The elements of this program, and those that the step changes
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -55,7 +55,7 @@ def adamw_kernel(
     m = tl.load(exp_avg + i, mask=mask, other=0.0)
     m += (g - m) * (1 - beta1)
     v = tl.load(exp_avg_sq + i, mask=mask, other=0.0) * beta2 + g * g * (1 - beta2)
-    weight = tl.load(master + i, mask=mask, other=0.0) * decay
+    weight = tl.load(master + i, mask=mask, other=0.0) * keep
     weight -= step_size * m / (tl.sqrt(v) / bias_correction2_sqrt + eps)
 
     tl.store(master + i, weight, mask=commit)

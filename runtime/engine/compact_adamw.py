@@ -27,11 +27,11 @@ ROWS = 8  # blocks per program
 class Rates(NamedTuple):
     """What a step multiplies by, float32 scalars on the device.
 
-    clip: of the gradients. size: the learning rate with the first moment's bias correction. root:
+    factor: of the gradients: Clip.factor(). size: the learning rate with the first moment's bias correction. root:
     the square root of the second moment's.
     """
 
-    clip: Tensor
+    factor: Tensor
     size: Tensor
     root: Tensor
 
@@ -73,7 +73,7 @@ def step_chunk(
     v = compact.read("exp_avg_sq", start, end)
 
     # As adamw.py, without operations that a device may fuse
-    g = grads * rates.clip
+    g = grads * rates.factor
     m = m + (g - m) * (1 - beta1)
     v = v * beta2 + (g * g) * (1 - beta2)
     weight = weight * (1 - options["lr"] * options["weight_decay"])
@@ -170,13 +170,13 @@ def compact_adamw_kernel(
     v_codes,
     v_scales,
     grads,
-    clip,
+    factor,
     size,
     root,
     seed,
     grad_norm,
     n,
-    decay,
+    keep,
     rest1,
     beta2,
     rest2,
@@ -188,7 +188,7 @@ def compact_adamw_kernel(
     """Step n elements and clear their grads. If grad_norm is not below skip_above, only clear
     grads.
 
-    half: the bits of the bfloat16 weights. clip, size, root: of Rates. decay: 1 - lr *
+    half: the bits of the bfloat16 weights. factor, size, root: of Rates. keep: 1 - lr *
     weight_decay. rest1, rest2: 1 - beta1, 1 - beta2.
     """
     # The elements of this program, and those that the step changes
@@ -204,11 +204,11 @@ def compact_adamw_kernel(
     weight = load_weight(half, remainder, i, mask)
     m = load_moment(m_codes, m_scales, i, row, mask, in_row, True)
     v = load_moment(v_codes, v_scales, i, row, mask, in_row, False)
-    g = tl.load(grads + i, mask=mask, other=0.0) * tl.load(clip)
+    g = tl.load(grads + i, mask=mask, other=0.0) * tl.load(factor)
     m = m + (g - m) * rest1
     v = v * beta2 + (g * g) * rest2
     divisor = tl.div_rn(tl.sqrt_rn(v), tl.load(root)) + eps
-    weight = weight * decay - tl.div_rn(tl.load(size) * m, divisor)
+    weight = weight * keep - tl.div_rn(tl.load(size) * m, divisor)
 
     noise = mixed(i.to(tl.int32) ^ tl.load(seed))
     store_weight(half, remainder, weight, i, commit)
@@ -236,7 +236,7 @@ def step_by_kernel(shard: Shard, clip: Clip) -> None:
         exp_avg_sq.codes,
         exp_avg_sq.scales,
         shard.grads,
-        rates.clip,
+        rates.factor,
         rates.size,
         rates.root,
         seed_of(step),

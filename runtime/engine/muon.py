@@ -140,11 +140,11 @@ def plain_product(x: Tensor, y: Tensor, alpha: float = 1.0, beta: float = 0.0) -
     return torch.baddbmm(x, x, y.mT, beta=beta, alpha=alpha)
 
 
-def next_direction(grads: Tensor, momentum: Tensor, clip: Tensor, is_applied: Tensor) -> Tensor:
+def next_direction(grads: Tensor, momentum: Tensor, factor: Tensor, is_applied: Tensor) -> Tensor:
     """Add clipped gradients to the momentum, clear them, and return Nesterov's direction (bfloat16,
-    on CPU float32)."""
+    on CPU float32). factor: Clip.factor()."""
     # A step that isn't applied leaves the momentum as it is, and clears the gradients
-    clipped = torch.where(is_applied, grads * clip, 0.0)
+    clipped = torch.where(is_applied, grads * factor, 0.0)
     momentum.lerp_(clipped, is_applied * (1 - MOMENTUM))
     grads.zero_()
     dtype = torch.bfloat16 if grads.is_cuda else torch.float32
@@ -161,18 +161,18 @@ def normalize(x: Tensor) -> Tensor:
 
 
 def apply_update(weights: Tensor, half: Tensor, update: Tensor, lr: Tensor, decay: Tensor) -> None:
-    """Decay the fp32 weights, subtract lr * update, and copy them to half precision. lr, decay:
-    device scalars."""
+    """Decay the fp32 weights, subtract lr * update, and copy them to half precision. lr, decay (lr *
+    weight_decay, the share of a weight that it loses): device scalars."""
     weights.mul_(1 - decay).sub_(update.float() * lr)
     half.copy_(weights)
 
 
 def next_compact_direction(
-    grads: Tensor, momentum: Tensor, clip: Tensor, is_applied: Tensor, seed: Tensor
+    grads: Tensor, momentum: Tensor, factor: Tensor, is_applied: Tensor, seed: Tensor
 ) -> Tensor:
     """Do what next_direction() does to a momentum in bfloat16, which is rounded at random."""
     wide = momentum.float()
-    direction = next_direction(grads, wide, clip, is_applied)
+    direction = next_direction(grads, wide, factor, is_applied)
     momentum.copy_(round_to_bfloat16(wide, noise_of(seed, 0, wide.numel())))
     return direction
 
