@@ -134,9 +134,11 @@ class CausalSelfAttention(nn.Module):
         if mask is not None:
             # One token, many keys: matmuls use more of the GPU than SDPA's kernels do
             scores = (q * q.size(-1) ** -0.5).flatten(0, 1) @ k.flatten(0, 1).transpose(1, 2)
+            # mask is True for keys that are left out, the other way round than in SDPA
             probs = torch.softmax(scores.masked_fill_(mask, float("-inf")), dim=-1)
             y = (probs @ v.flatten(0, 1)).view_as(q)
         else:
+            # With a cache, T > 1 is a prompt from position 0 (Decoder.prefill), as in training
             dropout = self.dropout if self.training else 0.0
             with backends:
                 y = F.scaled_dot_product_attention(q, k, v, is_causal=T > 1, dropout_p=dropout)
@@ -250,13 +252,13 @@ def is_as_made(module: nn.Module, param: nn.Parameter) -> bool:
         return True
     # What is set by param.data isn't counted, but no constructor draws one number over and over
     values = param.detach().flatten()[:4096]
-    if values[0].isnan():  # of torch.empty()
+    if values[0].isnan():  # of torch.empty(), within unset_as_nan()
         return True
     return not torch.equal(values, values[0].expand_as(values))
 
 
 class GPT(nn.Module):
-    @unset_as_nan()
+    @unset_as_nan()  # so that is_as_made() knows parameters that nobody has set
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.config = config
@@ -441,7 +443,8 @@ class GPT(nn.Module):
         each token, (B * T,). Targets of -1 are ignored.
 
         With caches, one KVCache per block, return the logits after the last token, (B, 1,
-        vocab_size). positions: (T,), by default 0 to T - 1. mask: see Decoder.forward.
+        vocab_size). positions: (T,), by default 0 to T - 1. mask: (length of the keys,), True for
+        those that are left out; only for T = 1 with caches.
         """
         T = idx.size(1)
         if T > self.config.block_size:
