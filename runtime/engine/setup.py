@@ -80,15 +80,16 @@ def compile_blocks(
 
         with all_exit_on(UserError):
             fused = use_fused_blocks(model, fp8, paths.copies.taken)
+        if not fused.blocks:  # the script has changed all of them since the paths were chosen
+            fused = None
 
     # The blocks that our kernels don't run
     blocks = list(dict.fromkeys(blocks_of(model)))
-    if fused is not None and fused.blocks:
+    if fused is not None:
         for block in blocks:
             if block not in fused.blocks:
                 compile_block(block)
     elif execution.compile and hasattr(model, "compile_blocks"):
-        fused = None
         model.compile_blocks()
     elif execution.compile:
         for block in blocks:
