@@ -16,6 +16,8 @@ from runtime.kernels.edits import is_pytorchs, own_class
 from runtime.kernels.steady_values import is_plain
 
 MISSING = object()
+# By id(): classes and configurations, and (the globals of a file, a name in them)
+Seen = set[int | tuple[int, str]]
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -53,7 +55,7 @@ class Guards:
 
         # What these names are now, in modules and in files
         self.entries: list[Entry] = []
-        seen: set[int] = set()  # classes, dicts of globals with a name, and configurations
+        seen: Seen = set()
         for path, module in model.named_modules():
             self.watch_module(path or "model", module, seen)
         for function in functions:
@@ -64,9 +66,8 @@ class Guards:
         self.hooks = [getattr(module, name) for module in model.modules() for name in HOOKS]
         self.n_hooks = sum(map(len, self.hooks))
 
-    def watch_module(self, path: str, module: nn.Module, seen: set[int]) -> None:
+    def watch_module(self, path: str, module: nn.Module, seen: Seen) -> None:
         """Watch the attributes of a module that its functions read, its parts and its buffers."""
-        # Its attributes, parts and buffers
         names = self.names
         if is_pytorchs(own_class(module)):
             names = {"training", "p", "eps", *getattr(module, "__constants__", ())}
@@ -95,14 +96,14 @@ class Guards:
             elif is_plain(value):
                 self.entries.append(Entry(owner, name, copy.deepcopy(value), path, False))
 
-    def watch_globals(self, function: FunctionType, seen: set[int]) -> None:
+    def watch_globals(self, function: FunctionType, seen: Seen) -> None:
         """Watch the constants and functions that a function finds in its file."""
         owner = function.__globals__
         for name in function.__code__.co_names:
             value = owner.get(name, MISSING)
-            if name not in owner or hash((id(owner), name)) in seen:
+            if name not in owner or (id(owner), name) in seen:
                 continue
-            seen.add(hash((id(owner), name)))
+            seen.add((id(owner), name))
             if is_plain(value):
                 self.entries.append(Entry(owner, name, copy.deepcopy(value), name, False))
             elif isinstance(value, FunctionType):
