@@ -54,6 +54,7 @@ def cards():
         gb = [re.search(rf"^{part} +(\S+) GB", memory_report(plan, one), re.M)[1] for part in ("each GPU", "host")]
         time = re.search(r"^time +(at least )?.* per step, (.*) for 20 steps", summary(plan), re.M)
         how = "LoRA" if plan.lora else "offload" if "offload" in settings.deepspeed_config else "all weights"
+        how += ", 8-bit moments" * settings.compact_optimizer
         rows.append([name, f"`{option}`", how, *gb, (time[1] or "") + time[2] if time else "not estimated"])
     return markdown(["card", "add", "trains", "GPU memory, GB", "RAM, GB", "20 steps, min:s"], rows)
 

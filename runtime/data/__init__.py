@@ -1,6 +1,6 @@
 """From tokens on the disk to batches on the device, and the tokenizers.
 
-    loader.py       TrainBatches and eval_batches: which sequences a step takes; begin here
+    loader.py       TrainBatches and eval_batches: the sequences per step; begin here
     sequences.py    the sequences of a dataset: windows of a text, or rows of conversations
     permutation.py  the order of an epoch, computed and not stored
     ramp.py         the sizes and lengths of early steps
