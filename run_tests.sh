@@ -29,4 +29,8 @@ free_kb=$(df -Pk "${TMPDIR:-/tmp}" | awk 'NR == 2 { print $4 }')
 ((free_kb >= 12000000)) || export TMPDIR=/var/tmp
 
 source runtime/venv.sh
+"$PYTHON" -c "import pytest, pytest_timeout, xdist" &>/dev/null || {
+    echo "the tests need pytest, pytest-timeout and pytest-xdist: run $PYTHON -m pip install -r requirements.txt" >&2
+    exit 2
+}
 exec "$PYTHON" -m pytest --durations=10 "$@"

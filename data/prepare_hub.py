@@ -81,6 +81,8 @@ def read_rows(args: argparse.Namespace) -> Iterator[Row]:
                         row.append((chosen, text.encode()))
                         row.append((chosen, b""))
                 yield row
+    except ModuleNotFoundError:  # a package, whose name says what to install
+        raise
     except Exception as error:  # a wrong --config or --column, the Hub, the network or the disk
         reason = " ".join(str(error.__cause__ or error).split())
         raise UserError(f"{args.dataset} can't be read ({reason}): correct --config, --val or "

@@ -374,7 +374,8 @@ def without(package, words):
 
 @pytest.mark.parametrize("package, words", [
     ("torch", "train_deepspeed.py"), ("torch", "launch_deepspeed.py"), ("matplotlib", "plot.py {folder}"),
-    ("numpy", "data/prepare.py README.md --name={folder}/mine"), ("psutil", "doctor.py")])
+    ("numpy", "data/prepare.py README.md --name={folder}/mine"), ("psutil", "doctor.py"),
+    ("datasets", "data/prepare_hub.py --dataset=a/b --name={folder}/mine")])
 def test_a_package_that_is_missing_is_named_with_the_fix(package, words, tmp_path):
     (tmp_path / "history.jsonl").write_text('{"iter": 1, "loss": 2.0}\n')
     done = without(package, words.format(folder=tmp_path))

@@ -9,9 +9,10 @@ from runtime.cluster.ranks import print0
 from runtime.errors import UserError
 from runtime.monitor.wandb_settings import check_wandb_settings
 
+INSTALL = "python -m pip install -r requirements.txt"
 FIXES = {
-    "wandb": "pip install wandb, wandb login or WANDB_MODE=offline",
-    "tensorboard": "pip install tensorboard",
+    "wandb": f"{INSTALL}, wandb login or WANDB_MODE=offline",
+    "tensorboard": INSTALL,
 }
 
 

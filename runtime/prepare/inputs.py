@@ -201,7 +201,7 @@ def sentences(name: str) -> Iterator[None]:
     """Turn what readers raise for a damaged file into a UserError."""
     try:
         yield
-    except UserError:
+    except (UserError, ModuleNotFoundError):  # a package that is missing is no damage
         raise
     except Exception as error:  # of pyarrow, which raises many kinds
         if isinstance(error, OSError) and error.errno:  # the file system's error
