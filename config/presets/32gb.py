@@ -1,5 +1,5 @@
-# GPT-2 XL on one GPU with 32 GB, with offload: a V100, which trains in float16. With bfloat16 (5090),
-# 24gb.py is faster.
+# GPT-2 XL on one GPU with 32 GB, with offload: a V100, which trains in float16. A 5090 can also
+# take 24gb.py, which doesn't need the CPU's cores.
 # --dry_run=True --target_gpu=32 estimates 23.67 GB.
 #   python train_deepspeed.py config/xl_shakespeare.py config/presets/32gb.py
 batch_size = 4
