@@ -385,6 +385,22 @@ def test_a_second_derivative_is_an_error(tmp_path):
         grad.square().sum().backward()
 
 
+@pytest.mark.parametrize("compiles_itself", [True, False])
+def test_blocks_that_changed_after_the_paths_are_compiled(monkeypatch, compiles_itself):
+    """An edited script may change all blocks between the plan and compile_blocks()."""
+    gpt = model_file.GPT(model_file.GPTConfig(**SHAPE))
+    paths = decide(inspect_model(gpt), GPU, {"zero_optimization": {"stage": 2}}, world_size=1)
+    assert paths.kernels.taken
+    for block in gpt.transformer.h:
+        block.mlp.register_forward_hook(lambda module, given, made: made)
+    if not compiles_itself:
+        monkeypatch.delattr(model_file.GPT, "compile_blocks")
+    compiled = []
+    monkeypatch.setattr(torch, "compile", lambda function, **_: compiled.append(function) or function)
+    assert setup.compile_blocks(gpt, paths, GPU) is None
+    assert sum(function.__name__ == "forward_uncached" for function in compiled) == 3
+
+
 def test_the_lines_say_which_blocks_and_why(tmp_path, on_a_gpu):
     gpt, _ = build(EDITS["another attention class in one block"], tmp_path)
     fused, paths = on_a_gpu(gpt)
