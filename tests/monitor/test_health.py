@@ -51,6 +51,11 @@ def warnings_in(run):
     return {r["iter"]: r["warning"] for r in run.history if "warning" in r}
 
 
+def rises_in(run):
+    """The iterations of warnings, but for those of a straggler: on a busy machine, one rank may be late by itself."""
+    return [it for it, text in warnings_in(run).items() if "is a straggler" not in text]
+
+
 @pytest.mark.parametrize("args", [(stage(2),), (stage(2), "--dtype=bfloat16"), (stage(3),)],
                          ids=["stage 2", "stage 2 bfloat16", "stage 3"])
 def test_a_nan_on_one_rank_skips_the_step_on_both(spoilt, args):
@@ -234,10 +239,10 @@ def test_a_run_whose_norms_rise_ends_and_resumes_once(spoilt):
     options = "--learning_rate=1e-7", "--max_iters=320", "--on_rising_norms=stop", "--log_interval=10"
     run = spoilt(range(401, 999), *options, factor=5, history=(200, 100))
     assert run.returncode == 4 and "stop requested (gradient norms rise)\nexiting after step 250\n" in run.stdout
-    assert list(warnings_in(run)) == [250]
+    assert rises_in(run) == [250]
     assert (run.out_dir / "latest").read_text() == "iter_250"
     run = done(spoilt(range(1, 999), *options, "--init_from=resume", factor=5, history=(200, 100)))
-    assert list(warnings_in(run)) == [250] and max(run.losses) == 320
+    assert rises_in(run) == [250] and max(run.losses) == 320
 
 
 def test_a_loss_scale_that_collapses_is_explained_and_ends_the_run(spoilt, tmp_path):
