@@ -185,7 +185,10 @@ def test_two_micro_steps_of_two_ranks(train, characters, edited, graph, n, local
             timeout=100,
         )
     )
-    assert ("each rank accumulates gradients locally" in run.stdout) == local
+    # At ZeRO-3, local accumulation is for blocks that our gradients gather one by one
+    assert ("each rank accumulates gradients locally" in run.stdout) == (local and n == 2)
+    if local and n == 3:
+        assert "no local accumulation: without blocks, ZeRO-3 has float32 sums of all gradients" in run.stdout
     expected = plain_losses(edited(graph), characters, "adamw", number=1)
     assert [*run.losses.values()] == pytest.approx(expected, abs=2e-6)
 
