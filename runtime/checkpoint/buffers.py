@@ -3,6 +3,7 @@
 import hashlib
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from runtime.cluster.ranks import all_gather_objects
@@ -21,8 +22,12 @@ def persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
 def different_buffers(module: nn.Module) -> list[str]:
     """Return the names of the persistent buffers that aren't the same on all ranks.
 
-    All ranks call it. Without buffers, it costs nothing; else training waits for the GPU.
+    All ranks call it. With one rank, or without buffers, it costs nothing; else training waits for
+    the GPU.
     """
+    if dist.get_world_size() == 1:
+        return []
+
     digests = {}
     for name, buffer in persistent_buffers(module).items():
         content = buffer.detach().cpu().contiguous().flatten().view(torch.uint8)
