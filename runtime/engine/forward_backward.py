@@ -85,8 +85,8 @@ class ForwardBackward:
     def check(self) -> None:
         """Go on without a graph if what it takes for fixed has changed.
 
-        A loop may change it between any two micro-steps, so each is checked: 0.1 ms of the CPU for
-        GPT-2 XL, while the GPU works.
+        A loop may change it between any two micro-steps, so each is checked, while the GPU works on
+        what came before.
         """
         reason = None
         # The first time, see what there is. Later, see what has changed
