@@ -63,6 +63,8 @@ class StepTimes(transformers.TrainerCallback):
 
 def trainer_arguments(s: Any, optim: str, folder: str) -> transformers.TrainingArguments:
     """Return the Trainer's settings that are those of train_deepspeed.py."""
+    if s.batch_ramp or s.length_ramp or s.lora_rank:
+        sys.exit("the Trainer takes all weights and steps of one size: leave out ramps and LoRA")
     if s.lr_schedule != "linear" or s.min_lr or s.dropout:
         sys.exit("the Trainer's linear schedule ends at 0: --lr_schedule=linear --min_lr=0 --dropout=0")
     return transformers.TrainingArguments(

@@ -60,6 +60,8 @@ def baseline(argv):
     s = settings_of_script(SCRIPT, argv)
     if s.max_iters < 6 or os.environ.get("WORLD_SIZE", "1") != "1":
         sys.exit("the race needs one process, and --max_iters of at least 6")
+    if s.batch_ramp or s.length_ramp:
+        sys.exit("the baseline has steps of one size: leave out batch_ramp and length_ramp")
     if not torch.cuda.is_available() or s.device == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # before deepspeed is imported
     from runtime.cluster.join import join_process_group
