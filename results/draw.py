@@ -54,7 +54,7 @@ def read(name):
 
 def draw_race(path):
     """Draw the validation losses of GPT-2 small against time, at each length of results/race.py: the best run of
-    nanoGPT's recipe, and ours with the same seed, at the rates of config/train_gpt2.py."""
+    plain PyTorch, and ours with the same seed, at the rates of config/train_gpt2.py."""
     from matplotlib.figure import Figure
 
     figure = Figure((9, 4), layout="constrained")
@@ -64,16 +64,16 @@ def draw_race(path):
         ours = [run for run in file["runs"] if "muon 0.02, adamw 0.0036" in run["label"]]
         seed = next(run["seed"] for run in ours if "fp8" in run["label"])
         base = best_baselines(file["runs"])[seed]
-        shown = {"plain PyTorch, nanoGPT's recipe": base}
+        shown = {"plain PyTorch, AdamW": base}
         shown |= {f"Muon, {'FP8' if 'fp8' in run['label'] else 'bfloat16'}": run for run in ours if run["seed"] == seed}
         for name, run in shown.items():
             _, seconds, losses = zip(*run["curve"][1:])
             axis.plot(seconds, losses, marker="o", markersize=3, label=name)
         steps, _, loss = base["curve"][-1]
-        axis.axhline(loss, color="black", linewidth=0.8, linestyle=":", label="the recipe's last loss")
+        axis.axhline(loss, color="black", linewidth=0.8, linestyle=":", label="AdamW's last loss")
         gpu = base["hardware"].split()[1]
         axis.set(xlabel=f"seconds of training on one {gpu}", ylabel="validation loss", ylim=(0.8, 2.5))
-        axis.set_title(f"{steps:,} steps of nanoGPT's recipe", loc="left", fontsize=9)
+        axis.set_title(f"{steps:,} steps of plain PyTorch", loc="left", fontsize=9)
         axis.grid(color="black", alpha=0.12)
         axis.spines[["top", "right"]].set_visible(False)
         axis.legend()

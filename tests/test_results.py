@@ -27,14 +27,15 @@ def test_the_tables_of_all_pages_are_made_from_the_files():
 
 
 def test_the_pictures_are_drawn_from_the_files(tmp_path):
-    """As those of docs/. Fonts may be smoothed in another way elsewhere, so a few values may differ."""
+    """As those of docs/. Fonts may be smoothed in another way elsewhere, so a few values may differ. A curve of the
+    race that is 2% slower differs by 0.48."""
     drawn = subprocess.run([sys.executable, ROOT / "results/draw.py", tmp_path], capture_output=True, text=True)
     assert drawn.returncode == 0, drawn.stderr
     for name in ("race", "memory", "zero", "long_run", "unstable"):
         pictures = [np.asarray(Image.open(folder / f"{name}.png").convert("RGB"), dtype=float)
                     for folder in (ROOT / "docs", tmp_path)]
         assert pictures[0].shape == pictures[1].shape, name
-        assert abs(pictures[0] - pictures[1]).mean() < 1, name
+        assert abs(pictures[0] - pictures[1]).mean() < 0.1, name
 
 
 @pytest.mark.parametrize("text, problem", [
