@@ -2,8 +2,9 @@
 
 Nothing here uses the project's model or kernels, except the names and shapes of the weights. Most bounds are set by
 PyTorch itself: the error of a result against float64 may be at most 1.5 times that of plain PyTorch in the same
-precision, and its worst element at most 2.5 times as far off. Seen on an H200: 1.2 times, in decoding, and 1.6 times. A
-wrong formula, a missing row or a lost bias makes 10 times and more."""
+precision, and its worst element at most 2.5 times as far off. Seen on an H200: 1.2 times, in decoding, and 1.6
+times. Plain PyTorch itself was seen 0.052 off float64, in a layer norm's gradients of GPT-2 small. A wrong formula,
+a missing row or a lost bias makes 10 times and more."""
 
 import torch
 import torch.nn.functional as F
