@@ -13,6 +13,10 @@ import torch
 from conftest import ROOT, launch, planted, read_history
 from torch.utils._pytree import tree_leaves
 
+# With several pytest workers, one has to take all of these: each one would start all runs again.
+# Run those with --dist=loadgroup
+pytestmark = pytest.mark.xdist_group("runs")
+
 SMALL = ("--init_from=scratch", "--n_layer=2", "--n_head=2", "--n_embd=64", "--block_size=64", "--batch_size=4",
          "--gradient_accumulation_steps=2", "--learning_rate=1e-3", "--warmup_iters=2", "--max_iters=8",
          "--eval_interval=4", "--eval_iters=2", "--keep_last=10")

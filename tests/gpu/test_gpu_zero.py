@@ -10,6 +10,10 @@ import pytest
 import torch
 from conftest import ROOT, launch
 
+# With several pytest workers, one has to take all of these: each one would launch all cases again.
+# Run those with --dist=loadgroup
+pytestmark = pytest.mark.xdist_group("zero")
+
 
 @pytest.fixture(scope="module")
 def launches(request, tmp_path_factory):

@@ -9,6 +9,7 @@ import json
 import math
 import os
 import sys
+import time
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -173,6 +174,7 @@ def main(out):
     every = {"plain": plain(CLIP), "plain unclipped": plain(0.0), "deep plain": plain(CLIP, DEEP["layers"]),
              "deep muon": plain(CLIP, **MUON)}
     for name, (stage, dtype, options) in CASES.items():
+        print(time.strftime("%H:%M:%S"), name, flush=True)  # a launch that takes too long shows where it was
         fast = stage == 2 or stage == 3 and not options.get("own") and options.get("zero") is not RELEASED
         stream = torch.cuda.stream(torch.cuda.Stream()) if fast else contextlib.nullcontext()
         with stream:  # as setup_device()
