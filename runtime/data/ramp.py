@@ -45,11 +45,6 @@ class Ramp:
         return value_at(iteration, self.lengths, self.length_starts)
 
     @property
-    def changes_length(self) -> bool:
-        """Whether some steps have shorter sequences than others."""
-        return len(self.lengths) > 1
-
-    @property
     def possible_lengths(self) -> list[int]:
         """The lengths that a sequence can be cut into: an edited loop may take any of them."""
         block_size = self.lengths[-1]

@@ -124,10 +124,9 @@ def decide(
     fp8: bool = False,
     cuda_graph: bool | str = "auto",
     compact_optimizer: bool = False,
-    changes_length: bool = False,
 ) -> FastPaths:
     """Return the FastPaths of a run. accumulate_locally: each rank sums the micro-steps' gradients,
-    or no_local says why not. changes_length: the sequences become longer."""
+    or no_local says why not."""
     stage = ds_config["zero_optimization"]["stage"]
     several = world_size > 1
 
@@ -171,7 +170,7 @@ def decide(
     )
     if graph.taken and cuda_graph == "auto":
         gathers = stage == 3 and several and not by_block.taken
-        graph = decide_graph(facts, gathers, changes_length)
+        graph = decide_graph(facts, gathers)
     return FastPaths(gradients, by_block, local, kernels, chain, copies, compact, step, graph)
 
 
@@ -213,9 +212,9 @@ def decide_compact(is_wanted: bool, execution: Execution, ds_config: Mapping) ->
     )
 
 
-def decide_graph(facts: ModelFacts, gathers: bool, changes_length: bool) -> Choice:
+def decide_graph(facts: ModelFacts, gathers: bool) -> Choice:
     """Return whether cuda_graph=auto takes a graph that the settings allow. gathers: DeepSpeed
-    gathers the weights in each micro-step. changes_length: as for decide()."""
+    gathers the weights in each micro-step."""
     return first_reason(
         (
             facts.varies,
@@ -223,11 +222,6 @@ def decide_graph(facts: ModelFacts, gathers: bool, changes_length: bool) -> Choi
             "doesn't",
         ),
         (gathers, "DeepSpeed gathers the weights in each micro-step"),
-        (
-            changes_length,
-            "length_ramp changes the shape of micro-steps; cuda_graph=True captures one graph for "
-            "each length",
-        ),
     )
 
 

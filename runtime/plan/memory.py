@@ -67,7 +67,6 @@ class MemoryInputs:
     facts: ModelFacts = ModelFacts()  # why the model doesn't fit some fast paths
     cuda_graph: bool | str = "auto"
     compact_optimizer: bool = False
-    changes_length: bool = False  # some steps have shorter sequences, and as many tokens
     whole_logits: bool = False  # of a micro-batch at one time, as in a model.py of others
 
     @property
@@ -98,7 +97,6 @@ class MemoryInputs:
             fp8=self.fp8,
             cuda_graph=self.cuda_graph,
             compact_optimizer=self.compact_optimizer,
-            changes_length=self.changes_length,
         )
 
     def splits(self) -> list["MemoryInputs"]:

@@ -257,7 +257,6 @@ def memory_inputs(
         facts=planned.facts,
         cuda_graph=s.cuda_graph,
         compact_optimizer=s.compact_optimizer,
-        changes_length=ramp_of(s, batch).changes_length,
         whole_logits=issubclass(GPT, Adapter),
     )
 

@@ -68,12 +68,6 @@ def test_each_edit_loses_the_paths_that_it_breaks():
     assert decide(by_deepspeed, GPU, ZERO3, world_size=2, cuda_graph=True).graph.taken
     assert decide(by_deepspeed, GPU, ZERO3, world_size=1).graph.taken
     assert decide(by_deepspeed, GPU, ZERO2, world_size=2).graph.taken
-
-    # A graph for each length is only for those who ask for it
-    grows = decide(ModelFacts(), GPU, ZERO2, world_size=2, changes_length=True)
-    assert grows.graph.reason.startswith("length_ramp changes the shape of micro-steps") and not grows.graph.taken
-    assert grows.kernels.taken and grows.step.taken
-    assert decide(ModelFacts(), GPU, ZERO2, world_size=2, cuda_graph=True, changes_length=True).graph.taken
     lines = describe(paths)
     assert lines[0] == "fast gradients and step, one-kernel AdamW"
     assert "no ZeRO-3 by block: B" in lines and "no fused blocks: K" in lines
@@ -142,23 +136,19 @@ def test_the_plan_says_why_there_is_no_local_accumulation(characters, arguments,
         assert any("local accumulation" in line and line.endswith(f": {reason}") for line in describe(plan.paths))
 
 
-def test_the_plan_of_a_length_ramp_has_no_graph_unless_it_is_asked_for(characters):
+def test_the_plan_of_a_length_ramp_has_a_graph_and_as_much_memory(characters):
     argv = ["config/train_gpt2.py", "--dry_run=True", "--target_gpu=H200"]
     found = {}
     for name, options in {"none": [], "grows": ["--length_ramp=256@0, 1024@0.4"],
-                          "one": ["--length_ramp=1024@0"],
-                          "asked": ["--length_ramp=256@0, 1024@0.4", "--cuda_graph=True"]}.items():
+                          "one": ["--length_ramp=1024@0"]}.items():
         settings = settings_of_script(str(ROOT / "train_deepspeed.py"), [*argv, *options])
         problems = Problems()
         plan = make_plan(settings, Ranks(0, 0, 8, 8), problems, [])
         assert not problems
         found[name] = plan
-    taken_by = {name: plan.paths.graph.taken for name, plan in found.items()}
-    assert taken_by == {"none": True, "grows": False, "one": True, "asked": True}
+    for plan in found.values():
+        assert plan.paths.graph.taken
     assert gpu_bytes(found["grows"]) == gpu_bytes(found["none"])  # a step keeps its tokens
-    line = ("no CUDA graph: length_ramp changes the shape of micro-steps; cuda_graph=True captures one graph for each "
-            "length")
-    assert line in describe(found["grows"].paths)
     assert "time " in summary(found["none"]) and "time " not in summary(found["grows"])
 
 
