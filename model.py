@@ -74,7 +74,7 @@ class GPTConfig:
         """Return the configuration of a folder of weights or a nanoGPT ckpt.pt. Raises
         UserError."""
         with weights_errors(source):
-            return cls(**read_config(source))
+            return cls(**read_config(source, cls))
 
     @property
     def padded_vocab_size(self) -> int:
@@ -544,7 +544,8 @@ class GPT(nn.Module):
         if not os.path.exists(source):
             source = fetch_from_hub(name_or_path)
         with weights_errors(source):
-            config = replace(config or GPTConfig(), **read_config(source))
+            config = config or GPTConfig()
+            config = replace(config, **read_config(source, GPTConfig))
         if dropout is not None:
             config = replace(config, dropout=dropout)
         tensors = open_weights(source)
@@ -555,4 +556,4 @@ class GPT(nn.Module):
         )
         with weights_errors(source):
             read_weights(model, source, tensors)
-        return model.to(dtype)  # buffers, too
+        return model  # buffers stay as they are, as in training

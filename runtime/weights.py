@@ -11,6 +11,7 @@ import pickle
 import sys
 import urllib.parse
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, NotRequired
 
@@ -51,6 +52,7 @@ BODY = ("wte.", "wpe.", "h.", "ln_f.")  # how the names of a GPT-2's tensors beg
 MASKS = (".attn.bias", ".attn.masked_bias")  # of attention, in files of old versions
 MAX_WEIGHTS_BYTES = 200_000_000_000  # of a file
 MAX_HEADER_BYTES = 20_000_000  # of a safetensors file; GPT-2 XL's has 72 kB
+PLAIN_TYPES = (bool, int, float, str, type(None))  # of a configuration's values
 SAFE_TORCH = "2.10"  # torch.load(weights_only=True) could run code before: CVE-2026-24747
 
 Layers = Annotated[int, Field(ge=1, le=1000)]
@@ -169,14 +171,24 @@ def read_json_of_weights(path: str | os.PathLike, kind: Any = dict) -> Any:
     return value
 
 
-def read_config(source: str) -> dict[str, Any]:
+def read_config(source: str, config_class: type) -> dict[str, Any]:
     """Return GPTConfig's arguments from a folder's config.json or a ckpt.pt.
 
-    Raises UserError if it isn't a GPT-2.
+    config_class: GPTConfig. A ckpt.pt of an edited nanoGPT may have fields that GPT-2 hasn't. Raises
+    UserError if it isn't a GPT-2, or if such a field is missing in GPTConfig.
     """
     # nanoGPT keeps configuration and weights in one file
     if os.path.isfile(source):
-        return read_nanogpt(source)[0]
+        config, _ = read_nanogpt(source)
+        known = [field.name for field in fields(config_class)]
+        for name, value in config.items():
+            if name not in known:
+                raise UserError(
+                    f"{source} was trained with {name[:80]}={repr(value)[:80]}, and GPTConfig has no such field: "
+                    "add it to GPTConfig and to the model, or delete it from the file's model_args "
+                    "if it changes nothing"
+                )
+        return config
     # A key that isn't there has GPT-2's value
     hf = read_json_of_weights(os.path.join(source, "config.json"), HFConfig)
     n_embd = hf.get("n_embd", 768)
@@ -234,13 +246,20 @@ def load_safetensors(path: str | os.PathLike) -> dict[str, Tensor]:
 
 @functools.lru_cache(maxsize=1)  # configuration and weights are in one file
 def read_nanogpt(path: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return (GPTConfig's arguments, {name: tensor}) of nanoGPT's ckpt.pt. Raises UserError."""
+    """Return (GPTConfig's arguments, {name: tensor}) of nanoGPT's ckpt.pt.
+
+    The arguments are all "model_args" but the dropout, which is a setting of each run. Raises
+    UserError.
+    """
     checkpoint = load_untrusted(path)
     try:
         # The first versions of nanoGPT have no "bias"
         args = {"bias": True, **checkpoint["model_args"]}
         check_type(args, ModelArgs)
-        config = {name: args[name] for name in ModelArgs.__annotations__}
+        config = {name: value for name, value in args.items() if name != "dropout"}
+        for name, value in config.items():
+            if type(name) is not str or type(value) not in PLAIN_TYPES:
+                raise TypeError(f"model_args has a {type(value).__name__}")
         tensors = {}
         for name, tensor in checkpoint["model"].items():
             tensors[name.removeprefix("_orig_mod.")] = tensor  # torch.compile's
@@ -254,7 +273,7 @@ def read_nanogpt(path: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
         if head.data_ptr() != embedding.data_ptr():
             raise UserError(
                 f"{path}: lm_head.weight is not tied to the token embedding, as GPT-2's is")
-    return config | {"gelu": "none"}, tensors
+    return {"gelu": "none", **config}, tensors
 
 
 def weight_files(source: str) -> list[Path]:
@@ -335,9 +354,12 @@ def read_weights(model: nn.Module, source: str, tensors: dict[str, Tensor]) -> N
             names_of[param].append(name)
     is_transformers = os.path.isdir(source)
     if not is_transformers:  # a modified nanoGPT may have more
-        for name in tensors:
-            if name not in params and not name.endswith((".attn.bias", "lm_head.weight")):
-                raise UserError(f"{source}: GPT-2 has no tensor {name}")
+        buffers = dict(model.named_buffers())
+        for name, w in tensors.items():
+            if name in buffers:
+                copy_buffer(buffers[name], source, name, w)
+            elif name not in params and not name.endswith((".attn.bias", "lm_head.weight")):
+                raise UserError(f"{source}: the model has no tensor {name}")
 
     # What GPT-2 has, and the model doesn't take
     unused = {name for name in tensors if name.removeprefix("transformer.").startswith(BODY)}
@@ -364,6 +386,14 @@ def read_weights(model: nn.Module, source: str, tensors: dict[str, Tensor]) -> N
         shown = ", ".join(sorted(unused)[:3])
         raise UserError(f"{source}: this model has no place for {shown}, which GPT-2 has: restore "
                         "model.py, or leave it out in read_weights in runtime/weights.py")
+
+
+def copy_buffer(buffer: Tensor, source: str, name: str, w: Tensor) -> None:
+    """Copy a file's tensor into a buffer of the model. Raises UserError if it has another shape."""
+    if not torch.is_tensor(w) or w.shape != buffer.shape:
+        shape = tuple(w.shape) if torch.is_tensor(w) else type(w).__name__
+        raise UserError(f"{source}: {name} has shape {shape}, not {tuple(buffer.shape)}")
+    buffer.copy_(w)
 
 
 def one_tensor(

@@ -3,6 +3,7 @@
 import json
 import pickle
 import shutil
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -12,10 +13,10 @@ from conftest import CHARS, NO_SHAPE, ROOT, Payload, done, launch, random_gpt2, 
 from torch.torch_version import TorchVersion
 
 from configurator import settings_of_script
-from model import GPT
+from model import GPT, GPTConfig
 from runtime.data.sequences import TokenStream
 from runtime.errors import UserError
-from runtime.sample.source import data_of_weights
+from runtime.sample.source import data_of_weights, find_model
 
 SETTINGS = """
 # train a miniature model
@@ -115,7 +116,7 @@ def test_logits_of_a_checkpoint_are_those_of_transformers(tmp_path, monkeypatch,
     assert data_of_weights(path, 50304) == {"tokenizer": {"kind": "gpt2"}, "vocab_size": 50257}
 
 
-def test_training_goes_on_from_a_checkpoint_and_it_is_sampled_from(nanogpt, train):
+def test_training_goes_on_from_a_checkpoint_and_it_is_sampled_from(nanogpt, train, monkeypatch):
     """The loss before the first step is that of transformers, and so is the likeliest text."""
     path, theirs = nanogpt / "out-letters" / "ckpt.pt", reference(bias=False)
     run = done(train(f"--init_from={path}", f"--dataset={nanogpt / 'data' / 'letters'}", "--max_iters=2", *NO_SHAPE,
@@ -137,19 +138,64 @@ def test_training_goes_on_from_a_checkpoint_and_it_is_sampled_from(nanogpt, trai
     again = done(launch(ROOT / "sample.py", f"--out_dir={run.out_dir}", "--max_new_tokens=5"))
     assert "after 2 iterations" in again.stdout
 
+    # Weights are rounded for sampling. A table is not, as DeepSpeed trains
+    build = GPT.__init__
+    def with_table(self, config):
+        build(self, config)
+        self.register_buffer("table", torch.full((3,), 1 / 3), persistent=False)
+    monkeypatch.setattr(GPT, "__init__", with_table)
+    _, _, _, load = find_model("resume", str(run.out_dir), None, None)
+    model = load("cpu", torch.bfloat16)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert model.table.dtype == torch.float32 and model.table[0] == torch.tensor(1 / 3)
+
 
 @pytest.mark.parametrize("change, words", [
     (lambda c: c.pop("model_args"), "is not a nanoGPT ckpt.pt (KeyError: 'model_args')"),
     (lambda c: c["model_args"].update(n_head=3), " cannot be read (ValueError: n_embd=32 is not divisible"),
     (lambda c: c["model"].update({"_orig_mod.transformer.ln_f.weight": torch.ones(32).char()}), "is not one of floati"),
-    (lambda c: c["model_args"].update(n_layer=1), ": GPT-2 has no tensor transformer.h.1.ln_1.weight"),
+    (lambda c: c["model_args"].update(rope_base=50.0), " was trained with rope_base=50.0, and GPTConfig has no such"),
+    (lambda c: c["model_args"].update(ids=torch.ones(2)), "is not a nanoGPT ckpt.pt (TypeError: model_args has a Tens"),
+    (lambda c: c["model_args"].update(n_layer=1), ": the model has no tensor transformer.h.1.ln_1.weight"),
     (lambda c: c["model"].update({"_orig_mod.lm_head.weight": torch.zeros(28, 32)}), ": lm_head.weight is not tied"),
-], ids=["no args", "heads", "int8", "more", "untied"])
+], ids=["no args", "heads", "int8", "own field", "no value", "more", "untied"])
 def test_another_kind_of_checkpoint_is_refused(tmp_path, change, words):
     path = write_checkpoint(tmp_path / "ckpt.pt", reference(), change=change)
     with pytest.raises(UserError) as error:
         GPT.from_pretrained(str(path))
     assert str(error.value).startswith(str(path)) and words in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_field_of_an_edited_nanogpt_is_read(tmp_path):
+    """Its default in GPTConfig is not taken."""
+    @dataclass
+    class Edited(GPTConfig):
+        rope_base: float = 10_000.0
+
+    path = write_checkpoint(tmp_path / "ckpt.pt", reference(), change=lambda c: c["model_args"].update(rope_base=50.0))
+    config = Edited.from_weights(str(path))
+    assert config.rope_base == 50.0 and config.n_embd == 32 and config.gelu == "none"
+
+
+def test_buffers_stay_in_float32_when_weights_are_rounded(tmp_path):
+    """As DeepSpeed trains."""
+    class WithTable(GPT):
+        def __init__(self, config):
+            super().__init__(config)
+            self.register_buffer("table", torch.full((3,), 1 / 3), persistent=False)
+
+    path = write_checkpoint(tmp_path / "ckpt.pt", reference())
+    model = WithTable.from_pretrained(str(path), dtype=torch.bfloat16)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert model.table.dtype == torch.float32 and model.table[0] == torch.tensor(1 / 3)
+
+    # If the file has the table, because the edited nanoGPT saved it, it is taken
+    own = torch.tensor([1.0, 2.0, 3.0])
+    path = write_checkpoint(tmp_path / "own.pt", reference(), change=lambda c: c["model"].update(table=own))
+    assert WithTable.from_pretrained(str(path)).table.equal(own)
+    path = write_checkpoint(tmp_path / "bad.pt", reference(), change=lambda c: c["model"].update(table=own[:2]))
+    with pytest.raises(UserError, match=r"bad.pt: table has shape \(2,\), not \(3,\)$"):
+        WithTable.from_pretrained(str(path))
 
 
 def test_a_strangers_checkpoint_does_not_run_its_code(nanogpt, train, tmp_path):

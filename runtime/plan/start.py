@@ -203,7 +203,7 @@ def from_pretrained(
     # What the weights determine, before they are fetched
     is_local = os.path.exists(init_from)
     if is_local:
-        determined = read_config(init_from)
+        determined = read_config(init_from, GPTConfig)
     else:
         sizes = PRETRAINED.get(init_from, ())
         determined = dict(zip(("n_layer", "n_head", "n_embd"), sizes))
@@ -217,8 +217,8 @@ def from_pretrained(
     elif settings.target_gpu is None:
         weights = fetch_from_hub(init_from, not settings.dry_run)
     if weights:
-        refuse_shape(shape, read_config(weights), init_from)
-        config = replace(config, **read_config(weights))
+        refuse_shape(shape, read_config(weights, GPTConfig), init_from)
+        config = replace(config, **read_config(weights, GPTConfig))
         open_weights(weights)  # raises UserError if they can't be read
         check_sizes(weights, config)
     check_block_size(settings, config.block_size, "the weights")

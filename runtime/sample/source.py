@@ -47,7 +47,8 @@ def find_model(
     def load(device: str, dtype: torch.dtype) -> GPT:
         if init_from == "resume":
             model, _ = load_model(out_dir, tag, device=device)
-            model.to(dtype)
+            for param in model.parameters():  # not buffers, which training keeps in float32, too
+                param.data = param.data.to(dtype)
         else:
             model = GPT.from_pretrained(init_from, device=device, dtype=dtype)
         model.crop_vocab_size(source.data["vocab_size"])
