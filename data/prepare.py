@@ -75,7 +75,7 @@ def argument_parser() -> argparse.ArgumentParser:
         help="type of the tokens in .bin files without a header, such as train.bin")
     add("--max_document_bytes", type=int, metavar="BYTES",
         help="size above which a text is cut into several documents (default: 4,096 for a single "
-        "text or standard input, else 1,048,576)")
+        "text or standard input, otherwise a thousandth of all files, within 4,096 to 1,048,576)")
     add("--workers", type=int, default=usable_cores(),
         help="threads that tokenize (default: %(default)s, one per core)")
     add("--skip_unreadable", action="store_true",
@@ -293,12 +293,12 @@ def options_of(args: argparse.Namespace, splits: SplitFiles, size: int,
         elif fraction is None:
             fraction = 0.01
 
-    # A single text has to be cut into enough documents for both splits
+    # Few texts, such as novels, have to be cut into enough documents for both splits
     max_document_bytes = args.max_document_bytes
     if max_document_bytes is None and kinds == ["text"]:
         max_document_bytes = 4096
     elif max_document_bytes is None:
-        max_document_bytes = 2**20
+        max_document_bytes = min(2**20, max(4096, size // 1000))
 
     return {
         "paths": args.paths,

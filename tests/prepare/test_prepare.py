@@ -454,6 +454,20 @@ def prepare_here(monkeypatch, *args):
     runpy.run_path(str(SCRIPT))["main"]()
 
 
+def test_a_folder_of_three_novels_has_enough_documents_to_split(tmp_path):
+    """The default cuts them at a thousandth of their 6 MB, not at 1 MB, which would leave none to validate on."""
+    for i, name in enumerate(("emma", "persuasion", "sanditon")):
+        lines = [f"{name} {i} line {n} of a long story\n" for n in range(55_000)]
+        (tmp_path / "novels").mkdir(exist_ok=True)
+        (tmp_path / "novels" / f"{name}.txt").write_text("".join(lines))
+    size = sum(path.stat().st_size for path in (tmp_path / "novels").iterdir())
+    prepare("novels", "--name=./out", "--tokenizer=char", cwd=tmp_path)
+    meta = json.loads((tmp_path / "out" / "meta.json").read_text())
+    assert meta["options"]["max_document_bytes"] == size // 1000 == 6126
+    assert 500 <= meta["documents"]["train"] + meta["documents"]["val"] <= 1000
+    assert 0.05 < meta["documents"]["val"] / meta["documents"]["train"] < 0.2
+
+
 def test_shards_are_copied_in_order(tmp_path, monkeypatch):
     """modded-nanogpt's names, early llm.c's, and build-nanogpt's, the latter with a train shard of number 0."""
     tokens = np.random.default_rng(0).integers(0, 50257, 3700).tolist()
