@@ -284,8 +284,9 @@ class Defaults:
 def no_weights(source: str, module: str) -> str:
     """Return the sentence for weights that a model of others can't load."""
     return (
-        f"init_from={source} holds weights of GPT-2, and {module}.py doesn't say how it loads "
-        "them: use --init_from=scratch, or our model.py"
+        f"init_from={source} can't be loaded into {module}.py, which doesn't say how: use "
+        "--init_from=scratch and load them in GPT.__init__ (docs/bring_your_model.md, Old "
+        "checkpoints), or our model.py"
     )
 
 

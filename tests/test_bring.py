@@ -161,7 +161,7 @@ def test_it_may_have_another_name(project, characters):
 WIDTHS = "config.n_embd, 4 * config.n_embd, bias=config.bias"
 FORWARD = "        return logits, F.cross_entropy(logits.flatten(0, 1), targets.view(-1), ignore_index=-1)\n"
 MISSING = {  # (edit of the file, or None, settings, the message)
-    "weights of GPT-2": (None, ["--init_from=gpt2"], "init_from=gpt2 holds weights of GPT-2, and model.py"),
+    "weights of GPT-2": (None, ["--init_from=gpt2"], "init_from=gpt2 can't be loaded into model.py"),
     "Muon": (None, ["--optimizer=muon"], "optimizer=muon needs GPT.muon_matrices"),
     "heads": (None, ["--n_head=3"], "AssertionError: assert config.n_embd % config.n_head == 0"),
     "another name": (("class GPTConfig:", "class Config:"), [], "cannot import name 'GPTConfig' from 'model'"),
