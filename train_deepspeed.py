@@ -218,7 +218,7 @@ gc.enable()
 
 ranks = ranks_from_environment(settings.dry_run)
 if not settings.dry_run:
-    # From here on, watch signals, the file STOP, the other ranks and the launcher
+    # From here on, watch the other ranks and the launcher, too. The file STOP: see below
     peers = join_process_group(settings.device, settings.backend)
     shutdown = Shutdown(peers, _signals)
 elif ranks.rank != 0:

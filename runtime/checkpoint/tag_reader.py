@@ -228,8 +228,9 @@ class TagReader:
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, its part) of parameters that follow one another in flat tensors.
 
-        parts: of how many equal ones each parameter has one here. Yields nothing if the first
-        tensor is None: Muon's group has no exp_avg_sq.
+        parts: into how many equal parts each parameter is cut. One of them is in these tensors (1
+        at stage 2, otherwise the number of ranks). Yields nothing if the first tensor is None:
+        Muon's group has no exp_avg_sq.
         """
         if tensors[0] is None:
             return

@@ -93,7 +93,7 @@ class TokenStream(Sequences):
         return index * self.block_size + shift.astype(np.int64)
 
     def eval_places(self, n: int) -> np.ndarray:
-        """Return the offsets of n windows, evenly spread, or fewer if n don't fit in a row."""
+        """Return the offsets of n windows, evenly spread, or fewer if n would overlap."""
         last_token = len(self.tokens) - 1
 
         # The last token is only a target

@@ -18,7 +18,7 @@ from runtime.engine.muon import is_muon
 from runtime.engine.shard import Shard
 from runtime.errors import UserError
 
-# What the fused step implements. These options of torch.optim.AdamW change what it computes
+# Options of torch.optim.AdamW that our steppers don't have: with one of them, its own step() runs
 ADAMW_OPTIONS = ("amsgrad", "maximize", "differentiable")
 TEST_SHAPE = (4, 6)
 TEST_PIECES = (5, 7, 12)  # elements

@@ -3,7 +3,8 @@
   float32 weight   the bfloat16 weight that forward uses, and a 16-bit remainder: exact
   exp_avg          8 bits: a sign, and 16 octaves of 8 steps below the largest of its block
   exp_avg_sq       8 bits: 16 octaves of 16 steps
-  Muon's exp_avg   bfloat16: Newton-Schulz makes all singular values equal, also those of noise
+  Muon's exp_avg   bfloat16: Newton-Schulz makes all singular values equal, and so it would raise
+                   the larger errors of a narrower format to the size of the rest
 
 A block is 128 elements, and its scale is a power of two, in a byte. All formats cut or add bits of
 float32, so a GPU and a CPU store the same. What has been decoded is encoded to the same bits, so a

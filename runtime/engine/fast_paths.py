@@ -47,7 +47,7 @@ class ModelFacts:
     some_blocks: str = ""  # those that fit our kernels, such as "0-10", if not all do
     other_blocks: tuple[tuple[str, str], ...] = ()  # the rest: (("11", why not), ...)
     no_chain: str | None = None  # why fused blocks can't pass their parts of a sum to each other
-    no_blocks: str | None = None
+    no_blocks: str | None = None  # why ZeRO-3 can't gather and reduce block by block
     varies: str | None = None  # why a micro-step may depend on the data
 
 
@@ -169,8 +169,8 @@ def decide(
         (has_timers, 'the timers of "wall_clock_breakdown" synchronize in every micro-step'),
     )
     if graph.taken and cuda_graph == "auto":
-        gathers = stage == 3 and several and not by_block.taken
-        graph = decide_graph(facts, gathers)
+        gathers_all = stage == 3 and several and not by_block.taken
+        graph = decide_graph(facts, gathers_all)
     return FastPaths(gradients, by_block, local, kernels, chain, copies, compact, step, graph)
 
 
@@ -212,16 +212,19 @@ def decide_compact(is_wanted: bool, execution: Execution, ds_config: Mapping) ->
     )
 
 
-def decide_graph(facts: ModelFacts, gathers: bool) -> Choice:
-    """Return whether cuda_graph=auto takes a graph that the settings allow. gathers: DeepSpeed
-    gathers the weights in each micro-step."""
+def decide_graph(facts: ModelFacts, gathers_all: bool) -> Choice:
+    """Return whether cuda_graph=auto takes a graph that the settings allow. gathers_all: ZeRO-3
+    gathers all weights at once, not by block."""
     return first_reason(
         (
             facts.varies,
             f"{facts.varies}, so a micro-step may depend on the data; cuda_graph=True says that it "
             "doesn't",
         ),
-        (gathers, "DeepSpeed gathers the weights in each micro-step"),
+        (
+            gathers_all,
+            "not tried at ZeRO-3 without blocks; cuda_graph=True captures there, too",
+        ),
     )
 
 

@@ -437,7 +437,10 @@ class OurStage2(DeepSpeedZeroOptimizer):
 
 
 class ExactStage2(DeepSpeedZeroOptimizer):
-    """DeepSpeed's stage 2, after any number of micro-steps."""
+    """DeepSpeed's stage 2, after any number of micro-steps.
+
+    No run steps by it, because stage 2 takes our step. A check without fast paths does.
+    """
 
     def _update_scale(self, has_overflow: bool = False) -> None:
         """Keep the loss scale during a step: Layout.step_of_deepspeed() sets the next one."""
@@ -538,7 +541,8 @@ def zero2_layout(engine: DeepSpeedEngine) -> Zero2Layout:
         params = zero2.round_robin_bit16_groups[i]
         offsets = zero2.round_robin_bit16_offsets[i]
         places = tuple(Place(param, offset) for param, offset in zip(params, offsets, strict=True))
-        # This rank's gradients, which DeepSpeed looks for
+        # This rank's gradients, which DeepSpeed looks for. Its "compact" means a flat buffer of
+        # them, and has nothing to do with make_compact()
         buffer = zero2._build_compact_grad_partition_buffer(i)
         zero2.averaged_gradients[i] = buffer
         shards.append(

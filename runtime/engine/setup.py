@@ -215,8 +215,8 @@ def initialize(
     if engine.bfloat16_enabled() and scales_loss:
         sequences = engine.train_micro_batch_size_per_gpu() * engine.gradient_accumulation_steps()
         tokens = sequences * model.config.block_size  # over which the loss is a mean
-        # The kernels' float16 then sees each target's gradient times 16 to 32; with a mask, where
-        # fewer tokens are targets, times that of their share
+        # The kernels' float16 then sees each target's gradient times 16 to 32. With a mask, it sees
+        # it times 1 to 2, divided by the share of the tokens that are targets
         largest = tokens if masked else 16 * tokens
         set_loss_scale(engine, 2.0 ** largest.bit_length())
     return engine

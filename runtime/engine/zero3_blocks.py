@@ -248,7 +248,11 @@ class Zero3Blocks:
     # Forward and backward
 
     def begin_micro_step(self) -> None:
-        """Note that gather_first() has gathered, and that no block has run."""
+        """Note that the buffers hold the first blocks, and that no block has run.
+
+        They are there from gather_first() or from the backward before. When __init__ calls this,
+        they aren't yet: prepare() gathers them.
+        """
         self.held = list(range(len(self.buffers)))  # the block in each buffer
         self.next = 0  # the block whose turn it is
         self.in_backward = len(self.matrices)  # the block whose backward has begun
