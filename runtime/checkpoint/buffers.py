@@ -7,16 +7,7 @@ import torch.distributed as dist
 from torch import nn
 
 from runtime.cluster.ranks import all_gather_objects
-
-
-def persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return {name: buffer} of those that a checkpoint holds."""
-    found = {}
-    for prefix, part in module.named_modules():
-        for name, buffer in part.named_buffers(recurse=False):
-            if name not in part._non_persistent_buffers_set:
-                found[f"{prefix}.{name}" if prefix else name] = buffer
-    return found
+from runtime.model_parts import persistent_buffers
 
 
 def different_buffers(module: nn.Module) -> list[str]:

@@ -24,7 +24,7 @@ MAX_TEXT = 10_000  # characters of a name or a path, which is printed
 MAX_TEMPLATE = 1_000_000
 MAX_NAMES = 100_000  # of tied parameters
 MAX_PARTS = 10_000  # functions and classes of the model's source
-# Of a tag's files. AdamW takes 20 bytes per parameter, and each rank writes the buffers
+# Of a tag's files. AdamW takes at most 16 bytes per parameter, and each rank writes the buffers
 BYTES_PER_ELEMENT = 1024
 BYTES_BESIDE = 100_000_000
 

@@ -99,7 +99,7 @@ class Staging:
             if not torch.is_tensor(leaf):
                 return copy.deepcopy(leaf)
 
-            # Tied weights and views of the same memory are copied once
+            # Tied weights, which are equal views of the same memory, are copied once
             tensor = leaf.detach()
             if not tensor.numel():
                 return torch.empty_like(tensor, device="cpu")

@@ -100,7 +100,8 @@ class TagReader:
         self.folder = folder
         self.source = manifest["state"].get("model_source")
         self.model_state = models[0]
-        self.groups: list[dict] = self.model_state["param_shapes"]  # of the optimizer
+        # Of the optimizer; at stage 3 their sub-groups, each with a flat tensor and a state
+        self.groups: list[dict] = self.model_state["param_shapes"]
         weights, shapes = self.read_models(models, manifest["stage"])
         self.shapes = {name: torch.Size(shape) for name, shape in shapes.items()}
         module = self.model_state["module"]

@@ -12,6 +12,8 @@ all ranks. Each factor has one place:
   ranks                    the reductions: reduce.py, zero3_blocks.py
   loss scale               multiplied by DeepSpeed's backward, divided by step.py
   float16's factor         FP16_GRAD_FACTOR, in loss.py alone
+
+On DeepSpeed's own path, it divides by the ranks and by the loss scale itself.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Which fast paths a run takes, and why: decided by the plan alone, before anything is trained.
+"""Which fast paths a run takes, and why: decided by the plan, before anything is trained.
 
 A fast path proves what it needs, or it isn't taken: the slow path of PyTorch or DeepSpeed is right
 for every model. inspect_model() finds out what a model fits, decide() adds the settings and the

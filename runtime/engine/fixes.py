@@ -1,5 +1,6 @@
-"""Workarounds for bugs in DeepSpeed 0.19.8, one function each. tests/engine/test_zero.py tests
-them."""
+"""Workarounds for bugs in DeepSpeed 0.19.8, and the check that it is this version.
+
+tests/engine/test_zero.py tests them."""
 
 import importlib.metadata
 import os

@@ -1,7 +1,7 @@
 """Where the gradient of a parameter goes: the only attribute that we set on a parameter.
 
-A kernel or a hook looks for param.grad_sink. With one, it adds the gradient there, in float32 and
-in one pass, and gives none to autograd.
+A kernel or a hook looks for param.grad_sink. With one, it adds the gradient there in one
+pass, most often in float32, and gives none to autograd.
 """
 
 import torch

@@ -101,7 +101,7 @@ INTERNALS = (
     Internal("zero3", "ipg_buckets", "buckets, which ours doesn't use"),
     Internal("zero3", "independent_gradient_partition_epilogue", "called after each backward"),
     Internal("zero3", "_offload_boundary_param_ids", "parameters that have a gradient"),
-    Internal("zero", "finalize_gradient_accumulation_boundary", "called before a step"),
+    Internal("zero", "finalize_gradient_accumulation_boundary", "we call it before its step"),
     Internal("zero", "step", "clipping and the update"),
     Internal("engine", "_copy_recovery_script", "a full disk must not end the save"),
     Internal("engine", "_get_param_fragment_func", "it would copy frozen weights"),
@@ -307,6 +307,7 @@ class Layout:
         engine = self.engine
         zero = engine.optimizer
         scaler = zero.loss_scaler
+        # engine.step() leaves this to backward, where it manages the boundaries. Ours are here
         zero.finalize_gradient_accumulation_boundary()
         # The step divides by the scale, and the gradients are a mean over another number
         scale = scaler.cur_scale
@@ -590,7 +591,10 @@ class ExactStage3(DeepSpeedZeroOptimizer_Stage3):
     """
 
     def finalize_gradient_accumulation_boundary(self) -> None:
-        """Prepare a step."""
+        """Count each parameter as one with a gradient, and end the accumulation.
+
+        step_of_deepspeed() calls it.
+        """
         for group in self.fp16_groups:
             for param in group:
                 self._offload_boundary_param_ids.add(param.ds_id)

@@ -31,6 +31,7 @@ class Place:
 class Shard:
     """This rank's part of a parameter group, as flat tensors of one size.
 
+    At ZeRO-3, of a sub-group: DeepSpeed cuts a group that is above sub_group_size into several.
     compact: what is kept in the place of fp32 weights and moments, of which master and the state
     have only the shapes then.
     """
@@ -46,7 +47,7 @@ class Shard:
 
     @property
     def params(self) -> tuple[nn.Parameter, ...]:
-        """The parameters of the group, of which this rank may hold no part."""
+        """The parameters of the group or sub-group, of which this rank may hold no part."""
         if self.places:
             return tuple(place.param for place in self.places)
         return tuple(piece.param for piece in self.pieces)

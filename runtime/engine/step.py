@@ -1,13 +1,14 @@
 """One optimizer step on this rank's shards, at ZeRO-2 and 3: the norm, clipping, and the update.
 
 DeepSpeed makes one pass for each and synchronizes three times in between to check whether a number
-is finite. Here one kernel does all three and clears the gradients for the next step, and the CPU
-reads the norm while the kernel runs. The results and the state in checkpoints are the same. Each
-kind of parameter group has its stepper:
+is finite. Here one kernel of AdamW clips, updates, and clears the gradients for the next step, and
+the CPU reads the norm while the kernel runs. The results and the state in checkpoints are the same.
+Who makes the update:
 
-  "adamw"  adamw.py, compact_adamw.py, or offload.py with the state in host memory
-  "muon"   muon.py
-  "other"  any_optimizer.py: another optimizer's own step(), for all groups
+  another optimizer than AdamW   its own step(), for all groups: any_optimizer.py
+  a group with kind="muon"       muon.py
+  any other group                adamw.py, compact_adamw.py, or offload.py with the state in host
+                                 memory
 """
 
 import math

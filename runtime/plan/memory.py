@@ -204,7 +204,7 @@ def buckets(run: MemoryInputs) -> int:
 
 
 def max_live(run: MemoryInputs) -> int:
-    """Return how many parameters DeepSpeed keeps gathered at stage 3."""
+    """Return how many parameters stay gathered at stage 3."""
     zero = run.ds_config["zero_optimization"]
     return int(zero.get("stage3_max_live_parameters", MAX_LIVE_PARAMETERS))
 

@@ -140,7 +140,7 @@ RULES = (
 def broken_rules(settings: Any, requested_batch_size: int) -> list[str]:
     """Return a message for each rule that the settings break. requested_batch_size: batch_size
     before "auto"."""
-    # A range is about what you asked for, not about what "auto" has become
+    # The number that "auto" has replaced is checked: what "auto" becomes isn't known yet
     s = {**asdict(settings), "batch_size": requested_batch_size}
     problems = []
     for name, value in s.items():

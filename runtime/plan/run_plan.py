@@ -141,7 +141,7 @@ def requested_batch(s: Any, ranks: Ranks) -> BatchSizes:
     """Return the BatchSizes of the settings, before batch_size=auto chooses another."""
     micro = s.batch_size
     if micro == "auto":
-        micro = s.requested["batch_size"]
+        micro = s.requested["batch_size"]  # what "auto" has replaced: a config's number or the default
     return BatchSizes(micro, s.gradient_accumulation_steps, ranks.world_size, s.block_size)
 
 

@@ -62,12 +62,12 @@ def test_each_edit_loses_the_paths_that_it_breaks():
     assert paths.gradients.taken and paths.step.taken
     assert decide(facts, GPU, ZERO3, world_size=2, cuda_graph=True).graph.taken
 
-    # DeepSpeed's own gathers aren't captured, unless somebody asks for it
-    by_deepspeed = ModelFacts(no_blocks="B")
-    assert not decide(by_deepspeed, GPU, ZERO3, world_size=2).graph.taken
-    assert decide(by_deepspeed, GPU, ZERO3, world_size=2, cuda_graph=True).graph.taken
-    assert decide(by_deepspeed, GPU, ZERO3, world_size=1).graph.taken
-    assert decide(by_deepspeed, GPU, ZERO2, world_size=2).graph.taken
+    # ZeRO-3 that gathers all weights at once isn't captured, unless somebody asks for it
+    at_once = ModelFacts(no_blocks="B")
+    assert not decide(at_once, GPU, ZERO3, world_size=2).graph.taken
+    assert decide(at_once, GPU, ZERO3, world_size=2, cuda_graph=True).graph.taken
+    assert decide(at_once, GPU, ZERO3, world_size=1).graph.taken
+    assert decide(at_once, GPU, ZERO2, world_size=2).graph.taken
     lines = describe(paths)
     assert lines[0] == "fast gradients and step, one-kernel AdamW"
     assert "no ZeRO-3 by block: B" in lines and "no fused blocks: K" in lines
