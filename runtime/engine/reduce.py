@@ -34,6 +34,7 @@ class LocalAccumulation:
     """Sums the gradients of all micro-steps on each rank, and reduces them once per step."""
 
     reduces_in_backward = False
+    communicates_in_micro_step = False
 
     def __init__(self, layout: Zero2Layout) -> None:
         self.layout = layout
@@ -83,6 +84,7 @@ class BucketedAllReduce:
     """Reduces the gradients of each backward while it runs."""
 
     reduces_in_backward = True
+    communicates_in_micro_step = True
 
     def __init__(self, layout: Zero2Layout) -> None:
         self.layout = layout

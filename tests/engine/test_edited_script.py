@@ -166,15 +166,21 @@ def test_what_is_no_number_of_micro_steps_is_refused(train, tmp_path, micro_step
     assert "Traceback" not in run.stderr
 
 
-@pytest.mark.parametrize("loop", ["all but one", "one less on rank 1"])
+@pytest.mark.parametrize("loop", ["all but one", "one less on rank 1", "ZeRO-3, summed locally"])
 def test_ranks_make_the_same_number_of_micro_steps(train, tmp_path, loop):
-    """One sentence if they don't, whether their data or only their calls of the engine differ."""
+    """One sentence if they don't, whether their data or only their calls of the engine differ. ZeRO-3 that reduces
+    nothing in backward still gathers weights there."""
     if loop == "all but one":
         script = ramp(tmp_path, "2 if ranks.rank else 3")
     else:
         made = "for micro_batch in batches.next_step(micro_steps, ramp.length(iter_num)):"
         script = edited_script(tmp_path, (made, made[:-1] + "[ranks.rank:]:"))
-    run = train(ranks=2, script=script)
+    options = []
+    if loop == "ZeRO-3, summed locally":
+        config = tmp_path / "zero3.json"
+        config.write_text('{"zero_optimization": {"stage": 3, "stage3_max_live_parameters": 0}}')
+        options = [f"--deepspeed_config={config}", "--accumulate_locally=True", "--n_layer=4"]
+    run = train(*options, ranks=2, script=script)
     assert run.returncode == 2
     assert "micro-steps" in run.stderr
     assert "Traceback" not in run.stderr and "not finite" not in run.stdout + run.stderr
