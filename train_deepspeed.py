@@ -431,6 +431,7 @@ def evaluate_and_save() -> bool:
     improved = val_loss < best_val_loss
     best_val_loss = min(best_val_loss, val_loss)  # in this order, NaN doesn't become the best
     evals_since_best = 0 if improved else evals_since_best + 1
+    # was_owed: the tag on the disk says that an evaluation is due, so it is written again
     if not (improved or always_save_checkpoint or finished() or was_owed):
         return False
     if math.isfinite(val_loss):
@@ -583,7 +584,7 @@ while not finished() and not eval_only and exit_code is None:
         if ids is not None:
             log.sample(iter_num, decode(ids))
 
-    # the next step's time begins here
+    # no step's time includes an evaluation, a sample or the end of a trace
     trace_ends = profiler is not None and profiler.step()
     log.restart_clock(iter_num, batches, paused=trace_ends)
 

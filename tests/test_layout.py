@@ -22,7 +22,7 @@ LEVELS = (  # a room is a folder, or a file of its own; imports go to lower leve
     ("train_deepspeed.py", "bench.py", "doctor.py", "evaluate.py"))
 LEVEL_OF = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 MOST_LINES_OF_A_FILE = 450  # a file has one subject
-MOST_LINES = {"train_deepspeed.py": 622, "model.py": 560, "runtime/engine/layout.py": 760,
+MOST_LINES = {"train_deepspeed.py": 630, "model.py": 560, "runtime/engine/layout.py": 760,
               "runtime/kernels/block.py": 480}
 
 

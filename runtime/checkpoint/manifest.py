@@ -161,7 +161,7 @@ class Manifest(TypedDict):
     stage: Annotated[int, Field(ge=0, le=3)]
     dtype: Literal["float32", "float16", "bfloat16"]
     versions: dict[str, str]
-    optimizer: Text  # the name of its class
+    optimizer: Text  # optimizer_name() of it
     state: State
     files: Annotated[dict[FileName, FileEntry], Field(min_length=1)]
     manifest_sha256: Hash

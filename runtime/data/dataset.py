@@ -144,7 +144,8 @@ def write_dataset(
         new.write("meta.pkl", [_pickle_for_nanogpt(meta)])
         new.write("meta.json", [(json.dumps(meta, indent=1) + "\n").encode()])
 
-        # From here on, there is no complete dataset until all files have their names
+        # From here on, there is no complete dataset until all files have their names. A
+        # tokenizer.json may stay: meta.json says whether it counts
         for name in reversed(FILES[1:]):
             (folder / name).unlink(missing_ok=True)
         new.rename()

@@ -83,22 +83,22 @@ class Engine:
         # Our gradients and step, or a watch over DeepSpeed's own path
         self.our_step = setup.replace_gradients_and_step(self.layout, paths)
         reduces_in_backward = True
-        communicates = True
         self.lockstep: Lockstep | None = None
         if self.our_step:
             reduces_in_backward = self.our_step.reduction.reduces_in_backward
-            communicates = self.our_step.reduction.communicates_in_micro_step
         elif self.stage == 3:
             self.lockstep = Lockstep(self.module, self.world_size)
+
+        # Does a micro-step have no collectives? At ZeRO-3 it gathers weights, also if it reduces nothing
+        is_local = self.stage == 2 and not reduces_in_backward
 
         # If one rank ends its step while another begins a micro-step, their collectives would be
         # paired wrongly. Ours only queue up on a GPU, so the comparison in step() comes in time.
         # Those of gloo, and of DeepSpeed's own path, wait: compare in each micro-step
         on_cpu = self.device.type == "cpu"
-        self.checks_micro_steps = communicates and (on_cpu or self.our_step is None)
+        self.checks_micro_steps = not is_local and (on_cpu or self.our_step is None)
 
         # Forward and backward
-        is_local = self.stage == 2 and not reduces_in_backward
         self.forward_backward = ForwardBackward(deepspeed, paths.graph.taken, is_local)
         self.fused = fused
 

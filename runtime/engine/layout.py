@@ -76,7 +76,11 @@ INTERNALS = (
     Internal("ops", "__compatible_ops__", "a library that it would compile on a CPU"),
     Internal("zero", "averaged_gradients", "where DeepSpeed looks for gradients"),
     Internal("zero2", "overlap_comm", "True would wait for the GPU after each backward"),
-    Internal("zero2", "single_partition_of_fp32_groups", "the fp32 weights"),
+    Internal(
+        "zero2",
+        "single_partition_of_fp32_groups",
+        "the fp32 weights; with offload their .grad, in host memory",
+    ),
     Internal("zero2", "bit16_groups_flat parallel_partitioned_bit16_groups", "the weights in use"),
     Internal("zero2", "_build_compact_grad_partition_buffer", "the fp32 gradients"),
     Internal("zero2", "round_robin_bit16_groups round_robin_bit16_offsets", "what lies where"),
@@ -459,7 +463,7 @@ class Zero2Layout(Layout):
         zero2 = self.engine.optimizer
         zero2.__class__ = OurStage2
         zero2.hooks = hooks
-        zero2.overlap_comm = False  # ours waits on the GPU
+        zero2.overlap_comm = False  # its CPU would wait; our side stream goes by Layout.overlaps
         if self.offloads:  # for GPT-2 XL 3.1 GB of host memory and 161 MB on the GPU
             zero2.param_buffer_of_bit16_for_cpu_offload_groups = []
             zero2.temp_grad_buffer_for_gpu_offload = None
@@ -484,14 +488,16 @@ class Zero2Layout(Layout):
 
     def make_compact(self) -> None:
         """Give the shards compact state, and free the fp32 weights. Call this before connect()."""
-        shards = []  # the moments come when the fp32 weights are gone
+        shards = []
         for shard in self.shards:
             # DeepSpeed has views of them; safe_get_full_fp32_param() returns None then
             for param in [place.param for place in shard.places]:
                 del param._hp_mapping
             half = shard.half
+            # DeepSpeed has made the fp32 weights from half, so there is no tie that this would round
             remainder = take_remainder(shard.master.data, half)
             shard.master.data = placeholder(half.numel(), half.device)
+            # The moments, now that this shard's fp32 weights are gone
             compact = compact_state(half, remainder, is_muon(shard.options))
             shards.append(replace(shard, compact=compact))
         self.shards = tuple(shards)

@@ -3,7 +3,8 @@ blocks, at ZeRO-2.
 
 Each matrix's update is its momentum with singular values near 1. Weights and momentum are sharded
 as AdamW's are, in one flat tensor per rank. split_matrices() gives each rank whole blocks if it
-can, and sorts their matrices by shape, so that a view of those of one shape is the batch of a GEMM.
+can, and lets the matrices of one place in a block follow each other: a view of neighbors of one
+shape is the batch of a GEMM.
 A matrix that lies on several ranks, at most one per border, is gathered by all. There is no second
 moment, so Muon needs 4 bytes per parameter less than AdamW.
 """

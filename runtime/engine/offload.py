@@ -71,7 +71,7 @@ def step_pieces(shard: Shard, adam: HostAdam) -> None:
     # Pieces of all that a step needs
     done = int(state["step"])
     masters = shard.master.data.split(PIECE)
-    host_grads = shard.master.grad.split(PIECE)
+    host_grads = shard.master.grad.split(PIECE)  # DeepSpeed allocates it, with offload
     exp_avgs = state["exp_avg"].split(PIECE)
     exp_avg_sqs = state["exp_avg_sq"].split(PIECE)
 

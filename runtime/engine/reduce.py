@@ -34,7 +34,6 @@ class LocalAccumulation:
     """Sums the gradients of all micro-steps on each rank, and reduces them once per step."""
 
     reduces_in_backward = False
-    communicates_in_micro_step = False
 
     def __init__(self, layout: Zero2Layout) -> None:
         self.layout = layout
@@ -84,7 +83,6 @@ class BucketedAllReduce:
     """Reduces the gradients of each backward while it runs."""
 
     reduces_in_backward = True
-    communicates_in_micro_step = True
 
     def __init__(self, layout: Zero2Layout) -> None:
         self.layout = layout
@@ -114,7 +112,7 @@ class BucketedAllReduce:
         self.begin_backward()
 
     def begin_backward(self) -> None:
-        """Wait for the gradients of the first bucket."""
+        """Note that no gradient has come yet, and that the first bucket is the next to be filled."""
         self.current = 0  # the bucket that is being filled
         self.filled: set[nn.Parameter] = set()  # whose gradients are in its buffer
         self.early: dict[nn.Parameter, Tensor] = {}  # gradients of later buckets

@@ -36,7 +36,7 @@ class Shard:
     have only the shapes then.
     """
 
-    master: Tensor  # fp32 weights, which the optimizer steps
+    master: Tensor  # fp32 weights, which the optimizer steps. With offload, .grad is a host buffer
     half: Tensor  # the same weights as forward and backward use them
     grads: Tensor  # fp32 gradients, averaged over the ranks when a step begins
     optimizer: torch.optim.Optimizer

@@ -37,7 +37,6 @@ class Reduction(Protocol):
     """
 
     reduces_in_backward: bool
-    communicates_in_micro_step: bool  # with the other ranks: also if it only gathers weights
 
     def on_grad_ready(self, param: torch.nn.Parameter) -> None:
         """Take a parameter's gradient."""

@@ -102,7 +102,6 @@ class Zero3Blocks:
         params = [[layout.of[p] for p in block.parameters()] for block in blocks]
         self.matrices = [[p for p in of_block if len(p.shape) > 1] for of_block in params]
         self.reduces_in_backward = bool(blocks) and not accumulate_locally
-        self.communicates_in_micro_step = bool(blocks)  # gathers weights, and may reduce gradients
         self.holds_first = False  # what gather_first() gathers is whole, with the present weights
         self.make_buffers()
         self.make_sinks(accumulate_locally)

@@ -51,11 +51,11 @@ NOT_COMPARED = {
 
 
 def shape_settings(settings: Any) -> dict[str, Any]:
-    """Return {name: value} of the settings that have the name of a field of GPTConfig. None: its
-    default."""
-    shape = {}
+    """Return {name: value} of the settings in SHAPE that are given.
 
-    # A setting that isn't given leaves the field to the weights
+    The others are left to the weights, or to GPTConfig's defaults.
+    """
+    shape = {}
     for name in SHAPE:
         value = getattr(settings, name, None)
         if value is not None:

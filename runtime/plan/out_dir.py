@@ -79,8 +79,8 @@ def check_disk(s: Any, start: Start, tag_bytes: int) -> None:
                 kept[tag] = iter_num
     held = len(set(kept.values()))  # best and final are links
 
-    # What is saved: at each evaluation, and at the end. Unless only better ones are saved, best is
-    # older than newest. final stays until the end
+    # What is saved: at each evaluation, and at the end. Unless only better ones are saved, best may
+    # be older than newest. final stays until the end
     evaluations = evaluations_through(s.max_iters - 1, s) - evaluations_through(first_iter, s)
     saves = evaluations + 1
     at_once = 2

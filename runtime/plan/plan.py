@@ -12,8 +12,8 @@ from runtime.plan.start import Start
 class RunPlan(MemoryInputs):
     """Everything that is decided before a run starts, the same on all ranks.
 
-    What estimates memory and time, and what looks for settings that fit, takes MemoryInputs: a
-    RunPlan, or a RunPlan with other values.
+    What estimates memory and time takes MemoryInputs: a RunPlan, or what make_plan() has before
+    there is one. The advice on settings that fit takes a RunPlan, or one with other values.
     """
 
     settings: Any  # from configurator.py; batch_size and numbers of iterations are resolved
