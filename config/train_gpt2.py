@@ -7,7 +7,8 @@
 # with 60 x 8, and 0.7 on eight H100s with 60 x 1. Expect about 3.28 on FineWeb, AdamW's validation
 # loss after as many tokens (llm.c). Muon's is not measured.
 # nanoGPT's recipe: --optimizer=adamw --learning_rate=6e-4 --lr_schedule=cosine --min_lr=6e-5
-# --warmup_iters=2000 --max_iters=600000 --bias=False
+# --warmup_iters=2000 --max_iters=600000 --bias=False. Without biases, attention is in bfloat16
+# (docs/pretrain.md#when-training-becomes-unstable): add --on_rising_norms=stop
 out_dir = "out-gpt2"
 init_from = "scratch"
 dataset = "openwebtext"
