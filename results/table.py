@@ -82,6 +82,8 @@ def training():
         if case.optimizer != "adamw" or case in elsewhere or "FSDP2" in run.get("baseline", {}).get("name", ""):
             continue
         baselines = {base["baseline"]["name"].split()[0]: base for base in compared}
+        if "transformers" in baselines:  # unlike ours and plain PyTorch
+            baselines = {"transformers, not compiled": baselines.pop("transformers"), **baselines}
         speedup = ", ".join(link(base, f"{base['baseline']['ratio']:.2f}x {name}, {base['commit'][:7]}")
                             for name, base in baselines.items())
         gpus = f"{case.gpus} {case.gpu}" if case.gpu != "H200" else case.gpus
