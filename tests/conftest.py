@@ -147,13 +147,13 @@ class ForkedJob:
     """A script on so many ranks, in forks of the server's process; to be used as subprocess.Popen is. The exit code is
     that of the rank that failed first."""
 
-    def __init__(self, command, ranks, stdout, stderr, env=None):
+    def __init__(self, command, ranks, stdout, stderr, env=None, cwd=ROOT):
         with START:
             start_fork_server()
         self.command, self.returncode, self.server = [*map(str, command)], None, socket.socket(socket.AF_UNIX)
         wait_until(lambda: self.connected() or not fork_server_runs(), 120)
         assert self.connected(), "the fork server has ended"
-        request = {"argv": self.command, "env": {**os.environ, **(env or {})}, "cwd": str(ROOT), "ranks": ranks,
+        request = {"argv": self.command, "env": {**os.environ, **(env or {})}, "cwd": str(cwd), "ranks": ranks,
                    "port": free_port(), "stdout": str(stdout), "stderr": str(stderr)}
         self.server.sendall(json.dumps(request).encode() + b"\n")
         self.pids = json.loads(self.server.makefile("rb", 0).readline())
@@ -190,8 +190,8 @@ class ForkedJob:
             self.server.shutdown(socket.SHUT_WR)
 
 
-def launch(script, *args, ranks=1, launcher="fork", timeout=300, **env):
-    """Run a Python script; -> subprocess.CompletedProcess.
+def launch(script, *args, ranks=1, launcher="fork", timeout=300, cwd=ROOT, **env):
+    """Run a Python script in the folder `cwd`; -> subprocess.CompletedProcess.
 
     By forks of a process that has imported torch (fork_server.py), or by 'python', 'torchrun' or 'deepspeed', as a user
     would; always the latter with an environment variable that is read before a script begins. timeout: see patience().
@@ -203,10 +203,10 @@ def launch(script, *args, ranks=1, launcher="fork", timeout=300, **env):
     with tempfile.TemporaryDirectory() as folder:
         paths = [Path(folder, name) for name in ("stdout", "stderr")]
         if launcher == "fork":
-            job = ForkedJob(command, ranks, *paths, env)
+            job = ForkedJob(command, ranks, *paths, env, cwd)
         else:
             with open(paths[0], "w") as stdout, open(paths[1], "w") as stderr:
-                job = subprocess.Popen(command, stdout=stdout, stderr=stderr, cwd=ROOT, env={**os.environ, **env},
+                job = subprocess.Popen(command, stdout=stdout, stderr=stderr, cwd=cwd, env={**os.environ, **env},
                                        start_new_session=True)
         try:
             job.wait(timeout)
