@@ -75,6 +75,17 @@ def test_the_whole_job(start, tmp_path):
 
 
 @pytest.mark.long
+def test_the_whole_job_resumes(start, train, tmp_path):
+    """README's ./run_deepspeed_xl.sh --init_from=resume, after a run of the same settings."""
+    done(train("--max_iters=3", ranks=2, out_dir=tmp_path / "out"))
+    with start("--init_from=resume", "--max_iters=5") as job:
+        stdout, stderr = job.communicate()
+    assert job.returncode == 0, stdout + stderr
+    assert f"resuming from {tmp_path}/out/iter_3, iteration 3" in stdout
+    assert re.findall(r"^iter (\d+): loss ", stdout, re.M) == ["4", "5"]
+
+
+@pytest.mark.long
 def test_a_run_that_saves_nothing_is_not_sampled_from(start):
     with start("--max_iters=0") as job:
         stdout, stderr = job.communicate()
