@@ -3,6 +3,8 @@
 import functools
 import os
 import pickle
+import sys
+from pathlib import Path
 
 import torch
 from huggingface_hub import snapshot_download
@@ -10,6 +12,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import ResNetConfig, ResNetForImageClassification
 from transformers.modeling_utils import load_state_dict
+
+sys.path.append(str(Path(__file__).resolve().parents[3]))  # the project, for who imports this module alone
 
 from runtime.output import printable
 from runtime.torch_files import check_torch_file

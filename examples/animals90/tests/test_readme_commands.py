@@ -66,6 +66,12 @@ def test_the_commands_without_a_gpu(example):
     history = json.loads((example / "logs" / "training_history.json").read_text())
     assert [record["epoch"] for record in history["epochs"]] == [1, 2]
 
+    # The code that loads a checkpoint, in `src`
+    (code,) = re.findall(r"^```\n(from model import .*?)^```", README, re.M | re.S)
+    script = example / "src" / "code_of_the_page.py"
+    script.write_text(code.replace("num_classes=90", "num_classes=2"))
+    done(launch(script, cwd=script.parent))
+
     fork("python src/utils.py ")
     assert (example / "curves.png").stat().st_size > 10_000
     told = done(launch(example / "launch_deepspeed.py", "--help", cwd=example)).stdout
