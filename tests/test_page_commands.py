@@ -307,6 +307,15 @@ def test_the_commands_of_a_page_run(reader, tmp_path, page):
             else:
                 check(project, command, ran)
 
+    # Python code of the page, which reads what the commands have written
+    text = (ROOT / page).read_text(encoding="utf-8")
+    for code in re.findall(r"^```python\n(.*?)^```", text, re.M | re.S):
+        code = code.replace('"gpt2-xl"', '"weights"')
+        code = code.replace("max_new_tokens=100", "max_new_tokens=5")
+        script = project.folder / "code_of_the_page.py"
+        script.write_text(code)
+        done(launch(script, cwd=project.folder))
+
 
 def check(project: Project, command: Command, ran: Ran) -> None:
     """Assert that a command did what such a command does."""
