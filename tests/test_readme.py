@@ -30,12 +30,12 @@ def read(page):
 
 def blocks(page):
     """The lines of the fenced code blocks; those ended by a backslash are joined with the next."""
-    fenced = re.findall(r"^```[^\n]*\n(.*?)^```", read(page), re.M | re.S)
+    fenced = re.findall(r"^ *```[^\n]*\n(.*?)^ *```", read(page), re.M | re.S)
     return [line.strip() for block in fenced for line in block.replace("\\\n", " ").splitlines() if line.strip()]
 
 
 def prose(page):
-    text = re.sub(r"^```.*?^```", "", read(page), flags=re.M | re.S)
+    text = re.sub(r"^ *```.*?^ *```", "", read(page), flags=re.M | re.S)
     return re.sub(r"^\| .+? \|", "|", text, flags=re.M) if page.name == "guides.md" else text  # what other guides say
 
 
