@@ -68,7 +68,8 @@ def by(*tests: str) -> By:
 
 GPU = Never("needs a GPU")
 SHELL = Never("is the shell's own or the system's, and starts nothing of ours")
-DOWNLOAD = Never("downloads gigabytes or changes the environment; docs/install.md has runs by hand")
+DOWNLOAD = Never("downloads gigabytes, or changes the reader's environment")
+SSH = Never("needs pdsh, and ssh to another machine")
 PART = Never("names a command in a sentence, without what it starts")
 HEADLINE = by(
     "tests/test_shell.py::test_the_whole_job",
@@ -136,7 +137,8 @@ ANIMALS_PAGE = "examples/animals90/README.md"
 # (a page, or "" for all; how the whole command looks; what becomes of it): the first row counts
 ROWS: list[tuple[str, str, Here | By | Never]] = [
     ("", "(srun|mpirun) .*", MPI),
-    ("", "deepspeed --hostfile=.*", NODES),
+    ("", "deepspeed --hostfile=hostfile --no_ssh .*", NODES),
+    ("", "deepspeed --hostfile=hostfile train_deepspeed.py .*", SSH),
     ("", r".*\.\.\.", PART),
     ("", r"python (launch|train)_deepspeed\.py", PART),
     ("", r"deepspeed --(num_gpus|no_ssh|hostfile)|torchrun --standalone|hf download|uv run", PART),
