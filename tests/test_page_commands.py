@@ -144,7 +144,7 @@ ROWS: list[tuple[str, str, Here | By | Never]] = [
     ("", r"deepspeed --(num_gpus|no_ssh|hostfile)|torchrun --standalone|hf download|uv run", PART),
     ("", "python plot.py OUT_DIR", PART),
     # The environment
-    ("", "(git clone|cd|source|rm -rf|apt install|export|tail -f|watch) .*", SHELL),
+    ("", "(git clone|cd|source|rm -rf?|apt install|export|tail -f|watch) .*", SHELL),
     ("", "tensorboard --logdir=.*", SHELL),
     ("", "docker run --ipc=host", PART),
     ("", "(uv|pip|hf) .*", DOWNLOAD),
@@ -195,7 +195,7 @@ BEFORE = {
     "docs/evaluation.md": [f"{SMALL} --out_dir=out-mine", f"{SMALL} --out_dir=out-gpt2"],
     "docs/export.md": [XL],
     "docs/guides.md": [f"{SMALL} --out_dir=out-mine", f"{SMALL} --out_dir=out-lora"],
-    "docs/pretrain.md": [f"{SMALL} --out_dir=out-gpt2"],
+    "docs/pretrain.md": [f"{SMALL} --out_dir=out-gpt2", f"{SMALL} --out_dir=out-gpt2-xl"],
     "docs/sampling.md": [XL],
 }
 
