@@ -171,8 +171,8 @@ def check_settings(args: argparse.Namespace, argv: list[str]) -> None:
         )
     if args.baseline and (settings.batch_ramp or settings.length_ramp):
         exit_with_error(
-            f"--baseline={args.baseline} has steps of one size: drop it, or leave out batch_ramp and "
-            "length_ramp"
+            f"--baseline={args.baseline} has steps of one size: drop it, or leave out batch_ramp "
+            "and length_ramp"
         )
 
 

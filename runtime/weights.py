@@ -174,8 +174,8 @@ def read_json_of_weights(path: str | os.PathLike, kind: Any = dict) -> Any:
 def read_config(source: str, config_class: type) -> dict[str, Any]:
     """Return GPTConfig's arguments from a folder's config.json or a ckpt.pt.
 
-    config_class: GPTConfig. A ckpt.pt of an edited nanoGPT may have fields that GPT-2 hasn't. Raises
-    UserError if it isn't a GPT-2, or if such a field is missing in GPTConfig.
+    config_class: GPTConfig. A ckpt.pt of an edited nanoGPT may have fields that GPT-2 hasn't.
+    Raises UserError if it isn't a GPT-2, or if such a field is missing in GPTConfig.
     """
     # nanoGPT keeps configuration and weights in one file
     if os.path.isfile(source):
@@ -184,9 +184,9 @@ def read_config(source: str, config_class: type) -> dict[str, Any]:
         for name, value in config.items():
             if name not in known:
                 raise UserError(
-                    f"{source} was trained with {name[:80]}={repr(value)[:80]}, and GPTConfig has no such field: "
-                    "add it to GPTConfig and to the model, or delete it from the file's model_args "
-                    "if it changes nothing"
+                    f"{source} was trained with {name[:80]}={repr(value)[:80]}, and GPTConfig has "
+                    "no such field: add it to GPTConfig and to the model, or delete it from the "
+                    "file's model_args if it changes nothing"
                 )
         return config
     # A key that isn't there has GPT-2's value

@@ -84,6 +84,12 @@ def test_sizes():
     assert sum(len(path.read_text().splitlines()) for path in files) <= 1300
 
 
+def test_lines_are_short(sources):
+    """100 columns, so that two files stand side by side."""
+    assert not [f"{path}:{number}" for path, source in sources.items()
+                for number, line in enumerate(source.splitlines(), 1) if len(line) > 100]
+
+
 def test_functions_are_short(sources):
     """60 lines, without the list of arguments, which kernels have one per line."""
     long = {f"{path}:{node.lineno} {node.name}": n for path, source in sources.items()

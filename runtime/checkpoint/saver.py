@@ -123,8 +123,8 @@ class Saver:
             self.noted_buffers = bool(names)
             if names:
                 print0(
-                    f"note: the ranks have different buffers ({shown_names(names)}): checkpoints hold "
-                    "those of rank 0, which all ranks get at a resume"
+                    f"note: the ranks have different buffers ({shown_names(names)}): checkpoints "
+                    "hold those of rank 0, which all ranks get at a resume"
                 )
 
         # What the tag holds: the engine's own tensors, which the next step changes

@@ -172,8 +172,8 @@ def stages_of_batch(
             f"gradient_accumulation_steps = {batch.sequences}: make them equal"
         )
 
-    # A ramp keeps max_iters, so the shares are of the tokens of the run with the ramp. A stage takes
-    # steps in proportion to its share of the tokens, divided by its size
+    # A ramp keeps max_iters, so the shares are of the tokens of the run with the ramp. A stage
+    # takes steps in proportion to its share of the tokens, divided by its size
     ends = [share for _, share in stages[1:]] + [1.0]
     steps = [(end - share) / size for (size, share), end in zip(stages, ends, strict=True)]
     starts = [round(max_iters * sum(steps[:i]) / sum(steps)) for i in range(len(steps))]

@@ -27,8 +27,8 @@ ROWS = 8  # blocks per program
 class Rates(NamedTuple):
     """What a step multiplies by, float32 scalars on the device.
 
-    factor: of the gradients: Clip.factor(). size: the learning rate with the first moment's bias correction. root:
-    the square root of the second moment's.
+    factor: of the gradients: Clip.factor(). size: the learning rate with the first moment's bias
+    correction. root: the square root of the second moment's.
     """
 
     factor: Tensor

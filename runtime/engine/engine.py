@@ -89,7 +89,8 @@ class Engine:
         elif self.stage == 3:
             self.lockstep = Lockstep(self.module, self.world_size)
 
-        # Does a micro-step have no collectives? At ZeRO-3 it gathers weights, also if it reduces nothing
+        # Does a micro-step have no collectives? At ZeRO-3 it gathers weights, also if it reduces
+        # nothing
         is_local = self.stage == 2 and not reduces_in_backward
 
         # If one rank ends its step while another begins a micro-step, their collectives would be

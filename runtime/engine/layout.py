@@ -494,7 +494,7 @@ class Zero2Layout(Layout):
             for param in [place.param for place in shard.places]:
                 del param._hp_mapping
             half = shard.half
-            # DeepSpeed has made the fp32 weights from half, so there is no tie that this would round
+            # DeepSpeed has made the fp32 weights from half: there is no tie that this would round
             remainder = take_remainder(shard.master.data, half)
             shard.master.data = placeholder(half.numel(), half.device)
             # The moments, now that this shard's fp32 weights are gone

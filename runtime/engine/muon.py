@@ -162,8 +162,10 @@ def normalize(x: Tensor) -> Tensor:
 
 
 def apply_update(weights: Tensor, half: Tensor, update: Tensor, lr: Tensor, decay: Tensor) -> None:
-    """Decay the fp32 weights, subtract lr * update, and copy them to half precision. lr, decay (lr *
-    weight_decay, the share of a weight that it loses): device scalars."""
+    """Decay the fp32 weights, subtract lr * update, and copy them to half precision.
+
+    lr, decay (lr * weight_decay, the share of a weight that it loses): device scalars.
+    """
     weights.mul_(1 - decay).sub_(update.float() * lr)
     half.copy_(weights)
 

@@ -112,7 +112,7 @@ class BucketedAllReduce:
         self.begin_backward()
 
     def begin_backward(self) -> None:
-        """Note that no gradient has come yet, and that the first bucket is the next to be filled."""
+        """Note that no gradient has come yet, and that the first bucket is to be filled."""
         self.current = 0  # the bucket that is being filled
         self.filled: set[nn.Parameter] = set()  # whose gradients are in its buffer
         self.early: dict[nn.Parameter, Tensor] = {}  # gradients of later buckets

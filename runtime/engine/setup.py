@@ -112,8 +112,8 @@ def choose_attention_backends(model: nn.Module) -> None:
 def gather_whole_modules(model: nn.Module) -> None:
     """Have DeepSpeed's own ZeRO-3 gather the weights of a whole block at a time, not of each layer:
     7.4 instead of 12.5 s per step on 4 H200s at 1 x 32. Then compiled code has no hooks inside, on
-    which dynamo fails. Where our gradients are taken, connect() removes these hooks, and Zero3Blocks
-    gathers.
+    which dynamo fails. Where our gradients are taken, connect() removes these hooks, and
+    Zero3Blocks gathers.
 
     Also those of an edited output layer with layers in it, because its forward runs backward, too.
     """

@@ -141,7 +141,7 @@ def requested_batch(s: Any, ranks: Ranks) -> BatchSizes:
     """Return the BatchSizes of the settings, before batch_size=auto chooses another."""
     micro = s.batch_size
     if micro == "auto":
-        micro = s.requested["batch_size"]  # what "auto" has replaced: a config's number or the default
+        micro = s.requested["batch_size"]  # what "auto" has replaced, a number
     return BatchSizes(micro, s.gradient_accumulation_steps, ranks.world_size, s.block_size)
 
 
@@ -163,8 +163,8 @@ def check_ramp(s: Any, data: dict | None, batch: BatchSizes, problems: Problems)
     if s.script and OUR_LENGTH not in Path(s.script).read_text(encoding="utf-8"):
         problems.add(
             f"length_ramp={s.length_ramp} needs batches.next_step(micro_steps, "
-            f"ramp.length(iter_num)) in the loop of {os.path.basename(s.script)}: edit it, or leave "
-            "length_ramp out"
+            f"ramp.length(iter_num)) in the loop of {os.path.basename(s.script)}: edit it, or "
+            "leave length_ramp out"
         )
     # A part of a conversation may begin in the middle of an answer
     if data and data["template"]:

@@ -14,8 +14,8 @@ FASTEST_MS = 597  # per step of 32 sequences, at 32 x 1
 FASTEST_MFU = 0.571
 CPU_STEP_MS = {"zero2": 400, "zero3": 2170}  # of the optimizer, with offload
 SPARED_BY_FP8 = 0.24  # of a step
-# With compact optimizer state: measured 0.995 to 0.999 (results/h200_x1_compact.json). Above 1, so that
-# float32 state is proposed first where both fit
+# With compact optimizer state: measured 0.995 to 0.999 (results/h200_x1_compact.json). Above 1, so
+# that float32 state is proposed first where both fit
 COMPACT_TIME = 1.01
 LEAST, MOST = 0.8, 2.0  # of the estimate: what other GPUs and models take
 WORTH_SAYING_S = 0.005  # below that, launches take longer than the GPU's work
