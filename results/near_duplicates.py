@@ -53,7 +53,7 @@ def main() -> None:
     folder = Path(dataset_dir(args.dataset))
     meta = read_meta(folder)
     if meta["tokenizer"]["kind"] != "gpt2":
-        raise SystemExit("documents are told apart by GPT-2's end-of-text: prepare it with GPT-2's tokens")
+        raise SystemExit("documents are separated by GPT-2's end-of-text: prepare it with GPT-2's tokens")
 
     # The runs of the validation documents, each once, sorted for the search
     train = np.memmap(folder / "train.bin", meta["dtype"], mode="r")

@@ -190,7 +190,7 @@ class Project:
         return [self.run_one(part, as_it_stands) for part in text.split(" && ")]
 
     def run_one(self, text: str, as_it_stands: bool) -> Ran:
-        """Run one command. What it prints goes to a file, if it says so."""
+        """Run one command. What it prints goes to the file that it names by >, if any."""
         words = words_of(text.removesuffix(" 2>&1 &"))
         if words[0] not in ("python", "deepspeed", "torchrun"):
             return Ran(self.in_shell(text))
