@@ -77,7 +77,7 @@ def test_the_whole_job(start, tmp_path):
 @pytest.mark.long
 def test_the_whole_job_resumes(start, train, tmp_path):
     """README's ./run_deepspeed_xl.sh --init_from=resume, after a run of the same settings."""
-    done(train("--max_iters=3", ranks=2, out_dir=tmp_path / "out"))
+    done(train("--max_iters=3", "--optimizer=muon", ranks=2, out_dir=tmp_path / "out"))
     with start("--init_from=resume", "--max_iters=5") as job:
         stdout, stderr = job.communicate()
     assert job.returncode == 0, stdout + stderr
