@@ -545,7 +545,7 @@ class GPT(nn.Module):
             source = fetch_from_hub(name_or_path)
         with weights_errors(source):
             config = config or GPTConfig()
-            config = replace(config, **read_config(source, GPTConfig))
+            config = replace(config, **read_config(source, type(config)))
         if dropout is not None:
             config = replace(config, dropout=dropout)
         tensors = open_weights(source)

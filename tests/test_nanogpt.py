@@ -175,6 +175,7 @@ def test_a_field_of_an_edited_nanogpt_is_read(tmp_path):
     path = write_checkpoint(tmp_path / "ckpt.pt", reference(), change=lambda c: c["model_args"].update(rope_base=50.0))
     config = Edited.from_weights(str(path))
     assert config.rope_base == 50.0 and config.n_embd == 32 and config.gelu == "none"
+    assert GPT.from_pretrained(str(path), config=Edited()).config.rope_base == 50.0
 
 
 def test_buffers_stay_in_float32_when_weights_are_rounded(tmp_path):
