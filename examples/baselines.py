@@ -3,9 +3,9 @@ r"""Make the same steps as train_deepspeed.py, with the same tokens, by another 
     python launch_deepspeed.py --nproc_per_node=2 examples/baselines.py fsdp2 config/xl_shakespeare.py \
         --init_from=scratch --out_dir=out
 
-python bench.py --baseline=NAME runs it and compares. The names: hf, transformers' GPT-2 with DeepSpeed; pytorch,
-our GPT in plain PyTorch, with DDP on several GPUs; fsdp2, our GPT in PyTorch's FSDP2. All other arguments are those of
-train_deepspeed.py. The times and losses of the steps are written to out_dir/baseline.json; out_dir has to exist.
+python bench.py --baseline=NAME runs it and compares. The names: hf, transformers' GPT-2 with DeepSpeed; hf_compiled,
+the same, compiled as the Trainer's torch_compile=True does; pytorch, our GPT in plain PyTorch, with DDP on several
+GPUs; fsdp2, our GPT in PyTorch's FSDP2. All other arguments are those of train_deepspeed.py. The times and losses of the steps are written to out_dir/baseline.json; out_dir has to exist.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from model import GPT
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("name", choices=("hf", "pytorch", "fsdp2"), help="the implementation")
+    parser.add_argument("name", choices=("hf", "hf_compiled", "pytorch", "fsdp2"), help="the implementation")
     args, argv = parser.parse_known_args()
     s = settings_of_script(ROOT / "train_deepspeed.py", argv)
     if not torch.cuda.is_available() or s.device == "cpu":
@@ -48,7 +48,12 @@ def main():
     plan = plan_run(s, ranks)
     device = setup_device(plan.execution, ranks.local_rank, plan.ds_config)
     torch.manual_seed(s.seed)
-    steps = {"hf": transformers_steps, "pytorch": pytorch_steps, "fsdp2": partial(pytorch_steps, fsdp2=True)}
+    steps = {
+        "hf": transformers_steps,
+        "hf_compiled": partial(transformers_steps, compiled=True),
+        "pytorch": pytorch_steps,
+        "fsdp2": partial(pytorch_steps, fsdp2=True),
+    }
     name, micro_step = steps[args.name](plan, s, device)
     switch_threads_quickly()
     mixture = [(source, one.share) for source, one in zip(plan.sequences["train"], plan.datasets)]
@@ -68,8 +73,11 @@ def main():
     shut_down()
 
 
-def transformers_steps(plan, s, device):
-    """Return (name, micro_step) of transformers' GPT2LMHeadModel in DeepSpeed, with the same JSON."""
+def transformers_steps(plan, s, device, compiled=False):
+    """Return (name, micro_step) of transformers' GPT2LMHeadModel in DeepSpeed, with the same JSON.
+
+    compiled compiles the engine, as Accelerate does it for the Trainer's torch_compile=True.
+    """
     import deepspeed
     import transformers
 
@@ -87,6 +95,8 @@ def transformers_steps(plan, s, device):
     zero.pop("memory_efficient_linear", None)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer,
                                       config={**plan.ds_config, "zero_optimization": zero})
+    if compiled:
+        engine.compile()
 
     def micro_step(x, y, last):
         loss = engine(x, labels=x).loss
@@ -94,7 +104,8 @@ def transformers_steps(plan, s, device):
         engine.step()
         return loss.detach()
 
-    return f"transformers {transformers.__version__} GPT2LMHeadModel with DeepSpeed", micro_step
+    name = f"transformers {transformers.__version__} GPT2LMHeadModel with DeepSpeed"
+    return name + ", compiled" * compiled, micro_step
 
 
 def pytorch_steps(plan, s, device, fsdp2=False):
