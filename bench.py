@@ -2,6 +2,7 @@
 
     python bench.py --gpus=4 config/xl_shakespeare.py --batch_size=8 --gradient_accumulation_steps=4
     python bench.py --baseline=hf config/xl_shakespeare.py              also transformers' GPT-2
+    python bench.py --baseline=hf_compiled config/xl_shakespeare.py     the same, compiled
     python bench.py --baseline=pytorch config/xl_shakespeare.py         also plain PyTorch
     python bench.py --baseline=fsdp2 --gpus=2 config/xl_shakespeare.py  also PyTorch's FSDP2
 
