@@ -17,8 +17,8 @@ sys.path.insert(0, str(ROOT))
 
 import plot
 from results.estimates import XL, meta_model, planned_parts
-from results.race import best_baselines
-from results.runs import newest, races, training_runs
+from results.race import best_baselines, group_of
+from results.runs import is_of_recipe, newest, races, training_runs
 
 RESULTS = ROOT / "results"
 PRESETS = {2: "ds_config_zero2.json", 3: "ds_config_zero3.json"}
@@ -30,6 +30,12 @@ UNSTABLE = {  # file of results/: what the picture calls it
     "h100_x2_long_run_control": "attention in bfloat16, 85 million, stopped by its warning",
     "h200_x2_long_run_1337": "attention in float16, 85 million, seed 1337",
     "h200_x2_long_run_1338": "attention in float16, 85 million, seed 1338",
+}
+RACE_COLORS = {
+    "plain PyTorch, AdamW": "#2f7fd6",
+    "this code, AdamW": "#8b6be0",
+    "this code, Muon": "#dd6b10",
+    "this code, Muon, FP8": "#1f9d62",
 }
 WINDOW = 100  # steps of a median
 
@@ -52,25 +58,44 @@ def read(name):
     return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
 
 
+def race_lines(runs):
+    """Return {name: run} of the runs to draw, all of one GPU and seed: first plain PyTorch.
+
+    The group is the one that has ours with AdamW, or else the one with the most lines.
+    """
+    groups = {}
+    for group, base in best_baselines(runs).items():
+        lines = {"plain PyTorch, AdamW": base}
+        for run in runs:
+            if group_of(run) != group or not is_of_recipe(run):
+                continue
+            if "muon" not in run["label"]:
+                name = "this code, AdamW"
+            elif "fp8" in run["label"]:
+                name = "this code, Muon, FP8"
+            else:
+                name = "this code, Muon"
+            lines[name] = run
+        groups[group] = lines
+    return max(groups.values(), key=lambda lines: ("this code, AdamW" in lines, len(lines)))
+
+
 def draw_race(path):
     """Draw the validation losses of GPT-2 small against time, at each length of results/race.py: the best run of
-    plain PyTorch, and ours with the same seed, at the rates of config/train_gpt2.py."""
+    plain PyTorch, and ours with the same seed, at the rates of config/train_gpt2.py, on the same kind of GPU."""
     from matplotlib.figure import Figure
 
     figure = Figure((9, 4), layout="constrained")
     figure.suptitle(f"GPT-2 124M from scratch on {TEXT}", x=0.01, ha="left")
     files = races()
     for axis, file in zip(figure.subplots(1, len(files), squeeze=False)[0], files):
-        ours = [run for run in file["runs"] if "muon 0.02, adamw 0.0036" in run["label"]]
-        seed = next(run["seed"] for run in ours if "fp8" in run["label"])
-        base = best_baselines(file["runs"])[seed]
-        shown = {"plain PyTorch, AdamW": base}
-        shown |= {f"Muon, {'FP8' if 'fp8' in run['label'] else 'bfloat16'}": run for run in ours if run["seed"] == seed}
-        for name, run in shown.items():
+        lines = race_lines(file["runs"])
+        for name, run in lines.items():
             _, seconds, losses = zip(*run["curve"][1:])
-            axis.plot(seconds, losses, marker="o", markersize=3, label=name)
+            axis.plot(seconds, losses, marker="o", markersize=3, label=name, color=RACE_COLORS[name])
+        base = lines["plain PyTorch, AdamW"]
         steps, _, loss = base["curve"][-1]
-        axis.axhline(loss, color="black", linewidth=0.8, linestyle=":", label="AdamW's last loss")
+        axis.axhline(loss, color="black", linewidth=0.8, linestyle=":", label="plain PyTorch's last loss")
         gpu = base["hardware"].split()[1]
         axis.set(xlabel=f"seconds of training on one {gpu}", ylabel="validation loss", ylim=(0.8, 2.5))
         axis.set_title(f"{steps:,} steps of plain PyTorch", loc="left", fontsize=9)

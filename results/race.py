@@ -7,7 +7,8 @@
 SETTINGS are those of train_deepspeed.py, the same for both, such as config/train_gpt2.py --dataset=packages. The first
 two commands write [step, seconds of training, validation loss] of each evaluation. Seconds are those of the optimizer
 steps: the start, compilation and evaluations don't count, for neither. The last command tells how long each of our runs
-takes to the final loss of each baseline of its seed and text, and writes all runs to one file. It reads such files too.
+takes to the final loss of each baseline of its GPU, seed and text, and writes all runs to one file. It reads such files
+too.
 results/long_run.py has the commands for the text.
 
 nanoGPT's recipe: float32 weights under autocast, the whole model compiled, fused AdamW with weight decay 0.1 and betas
@@ -136,10 +137,21 @@ def seconds_to(curve, loss):
     return next((seconds for _, seconds, val_loss in curve if val_loss <= loss), None)
 
 
+def group_of(run):
+    """Return what two runs share whose times can be compared: (GPU, seed)."""
+    return run["hardware"], run["seed"]
+
+
 def best_baselines(runs):
-    """Return {seed: the baseline with the lowest final loss}."""
-    baselines = sorted((run for run in runs if run["way"] == "baseline"), key=lambda run: -run["curve"][-1][2])
-    return {run["seed"]: run for run in baselines}
+    """Return {group_of(run): the baseline with the lowest final loss}."""
+    best = {}
+    for run in runs:
+        if run["way"] != "baseline":
+            continue
+        group = group_of(run)
+        if group not in best or run["curve"][-1][2] < best[group]["curve"][-1][2]:
+            best[group] = run
+    return best
 
 
 def label(run):
@@ -152,7 +164,7 @@ def label(run):
 
 
 def table(path, paths):
-    """Print the runs, and compare each of ours with the baselines of its seed. Write all to one file."""
+    """Print the runs, and compare each of ours with the baselines of its GPU and seed. Write all to one file."""
     files = [json.loads(Path(path).read_text()) for path in paths]
     runs = [run for file in files for run in file.get("runs", [file])]
     for run in runs:
@@ -160,9 +172,11 @@ def table(path, paths):
     for run in runs:
         steps, seconds, loss = run["curve"][-1]
         print(f"{run['label']:<60} {loss:.4f} after {steps} steps, {seconds:.1f} s")
-        for base in (base for base in runs if (base["way"], base["seed"], base.get("text"))
-                     == ("baseline", run["seed"], run.get("text"))):
-            if run["way"] == "ours" and (reached := seconds_to(run["curve"], base["curve"][-1][2])):
+        for base in runs:
+            is_comparable = group_of(base) == group_of(run) and base.get("text") == run.get("text")
+            if base["way"] != "baseline" or run["way"] != "ours" or not is_comparable:
+                continue
+            if reached := seconds_to(run["curve"], base["curve"][-1][2]):
                 ratio = run.setdefault("ratios", {})[base["label"]] = round(reached / base["curve"][-1][1], 3)
                 print(f"    the final loss of {base['label']}: after {reached:.1f} s, {ratio} of its time")
     rows = re.sub(r"\[\s+([\d., ]+?)\s+\]", r"[\1]", re.sub(r",\s+(?=\d)", ", ", json.dumps({"runs": runs}, indent=1)))

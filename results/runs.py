@@ -24,6 +24,11 @@ def races():
     return read("race_short.json", "race_long.json")
 
 
+def is_of_recipe(run):
+    """Return whether a run of results/race.py has the rates of config/train_gpt2.py, or the baseline's with AdamW."""
+    return "muon 0.02, adamw 0.0036," in run["label"] or run["label"].startswith("ours, cosine, adamw 0.001,")
+
+
 def newest(runs):
     return max(runs, key=lambda run: run["date"])
 

@@ -17,8 +17,19 @@ sys.path.insert(0, str(ROOT))
 
 from configurator import settings_of_script
 from results.estimates import XL, meta_model, planned_gb
-from results.race import best_baselines, seconds_to
-from results.runs import link, markdown, median, newest, races, read, sampling_runs, speed_cells, training_runs
+from results.race import best_baselines, group_of, seconds_to
+from results.runs import (
+    is_of_recipe,
+    link,
+    markdown,
+    median,
+    newest,
+    races,
+    read,
+    sampling_runs,
+    speed_cells,
+    training_runs,
+)
 from runtime.cluster.ranks import Ranks
 from runtime.output import exit_with_error
 from runtime.plan.report import memory_report, summary
@@ -81,9 +92,13 @@ def training():
         run, compared = newest(runs), sorted((run for run in runs if "baseline" in run), key=lambda run: run["date"])
         if case.optimizer != "adamw" or case in elsewhere or "FSDP2" in run.get("baseline", {}).get("name", ""):
             continue
-        baselines = {base["baseline"]["name"].split()[0]: base for base in compared}
-        if "transformers" in baselines:  # unlike ours and plain PyTorch
-            baselines = {"transformers, not compiled": baselines.pop("transformers"), **baselines}
+        baselines = {}
+        for base in compared:
+            name = base["baseline"]["name"]
+            short = name.split()[0]
+            if short == "transformers":  # ours and plain PyTorch are always compiled
+                short += ", compiled" if name.endswith("compiled") else ", not compiled"
+            baselines[short] = base
         speedup = ", ".join(link(base, f"{base['baseline']['ratio']:.2f}x {name}, {base['commit'][:7]}")
                             for name, base in baselines.items())
         gpus = f"{case.gpus} {case.gpu}" if case.gpu != "H200" else case.gpus
@@ -121,19 +136,26 @@ def muon():
 
 def race():
     """GPT-2 small from scratch by nanoGPT's recipe and ours with the rates of config/train_gpt2.py, and in the last
-    columns compared with the seed's best baseline."""
+    columns compared with the best baseline of the GPU and seed. Ours with AdamW has the baseline's rates."""
     rows = []
     for file in races():
         best = best_baselines(file["runs"])
-        ours = [run for run in file["runs"] if "muon 0.02, adamw 0.0036," in run["label"]]
-        for run in sorted([*(best[seed] for seed in {run["seed"] for run in ours}), *ours],
-                          key=lambda run: (run["seed"], run["label"])):
-            (steps, seconds, loss), (_, base_s, base_loss) = run["curve"][-1], best[run["seed"]]["curve"][-1]
-            reached = seconds_to(run["curve"], base_loss) if run["way"] == "ours" else None
-            recipe = run["way"] + ", FP8" * ("fp8" in run["label"])
+        ours = [run for run in file["runs"] if is_of_recipe(run) and group_of(run) in best]
+        shown = [best[group] for group in {group_of(run) for run in ours}] + ours
+        for run in sorted(shown, key=lambda run: (*group_of(run), run["label"])):
+            steps, seconds, loss = run["curve"][-1]
+            _, base_seconds, base_loss = best[group_of(run)]["curve"][-1]
+            recipe = "plain PyTorch, AdamW"
+            compared = ["", ""]
+            if run["way"] == "ours":
+                recipe = "ours, Muon" if "muon" in run["label"] else "ours, AdamW"
+                reached = seconds_to(run["curve"], base_loss)
+                if reached:
+                    compared = [f"{reached:.0f}", f"{reached / base_seconds:.2f}"]
+            if "fp8" in run["label"]:
+                recipe += ", FP8"
             rows.append([run["hardware"].split()[1], recipe, run["seed"], f"{steps:,}", f"{loss:.4f}", f"{seconds:.0f}",
-                         *([f"{reached:.0f}", f"{reached / base_s:.2f}"] if reached else ["", ""]),
-                         link({"file": file["file"]} | run)])
+                         *compared, link({"file": file["file"]} | run)])
     return markdown(["GPU", "recipe", "seed", "steps", "validation loss", "training, s",
                      "to the best baseline's loss, s", "of its time", SOURCE], rows)
 
