@@ -3,10 +3,11 @@ r"""Make the same steps as train_deepspeed.py, with the same tokens, by another 
     python launch_deepspeed.py --nproc_per_node=2 examples/baselines.py fsdp2 config/xl_shakespeare.py \
         --init_from=scratch --out_dir=out
 
-python bench.py --baseline=NAME runs it and compares. The names: hf, transformers' GPT-2 with DeepSpeed; hf_compiled,
-the same, compiled as the Trainer's torch_compile=True does; pytorch, our GPT in plain PyTorch, with DDP on several GPUs;
-fsdp2, our GPT in PyTorch's FSDP2. All other arguments are those of train_deepspeed.py. The times and losses of the
-steps are written to out_dir/baseline.json; out_dir has to exist.
+python bench.py --baseline=NAME runs it and compares. The names: hf, transformers' GPT-2 with
+DeepSpeed; hf_compiled, the same, compiled as the Trainer's torch_compile=True does; pytorch, our
+GPT in plain PyTorch, with DDP on several GPUs; fsdp2, our GPT in PyTorch's FSDP2. All other
+arguments are those of train_deepspeed.py. The times and losses of the steps are written to
+out_dir/baseline.json; out_dir has to exist.
 """
 
 import argparse
