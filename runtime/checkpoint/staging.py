@@ -91,6 +91,8 @@ class Staging:
         def copied(leaf: Any) -> Any:
             nonlocal filled
             if isinstance(leaf, Decoded):
+                if not leaf.n:  # a rank may have no element of a small group
+                    return torch.empty(0)
                 place = self.buffer[filled : filled + leaf.nbytes]
                 flat = torch.frombuffer(place, dtype=torch.float32)
                 leaf.fill(flat)
@@ -138,6 +140,8 @@ def decoded(content: dict, folder: str) -> dict:
     def made(leaf: Any) -> Any:
         if not isinstance(leaf, Decoded):
             return leaf
+        if not leaf.n:  # as in Staging.copy()
+            return torch.empty(0)
         if leaf.nbytes * LEFT_FREE * local_world_size() < available_memory():
             tensor = torch.empty(leaf.n)
         else:

@@ -79,6 +79,38 @@ def test_without_host_memory_a_tag_is_decoded_on_the_disk(train, straight):
     assert_same_bits(content(run.out_dir, "iter_8"), content(straight("adamw", 2).out_dir, "iter_8"))
 
 
+# A gate of one element in each block, and all gates in a group of their own
+GATES = """
+import torch, model
+init, forward, groups = model.Block.__init__, model.Block.forward, model.GPT.parameter_groups
+def init_with_gate(self, *args, **named):
+    init(self, *args, **named)
+    self.gate = torch.nn.Parameter(torch.ones(1))
+def groups_with_gates(self, *args):
+    kept = groups(self, *args)
+    for group in kept:
+        group["params"] = [p for p in group["params"] if p.numel() > 1]
+    gates = [block.gate for block in self.transformer.h]
+    return [*kept, {"params": gates, "weight_decay": 0.0}]
+model.Block.__init__ = init_with_gate
+model.Block.forward = lambda self, *args, **named: forward(self, *args, **named) * self.gate
+model.GPT.parameter_groups = groups_with_gates
+"""
+
+
+@pytest.mark.parametrize("memory", ["", NO_MEMORY], ids=["in memory", "on the disk"])
+def test_a_rank_without_an_element_of_a_group_saves(train, memory):
+    """Two gates are padded to four elements, which are all on the first of two ranks."""
+    run = done(train(*COMPACT, ranks=2, plant=GATES + memory))
+    tag = content(run.out_dir, "iter_8")
+    gates = [values for (name, field), values in tag.items() if name.endswith(".gate") and field == "weight"]
+    assert [values.numel() for values in gates] == [1, 1]
+    assert all(0.5 < values.item() < 1.5 and values.item() != 1 for values in gates)
+    plain = done(train(*PLAIN, ranks=2, plant=GATES))
+    for iteration, loss in plain.losses.items():
+        assert run.losses[iteration] == pytest.approx(loss, abs=0.01), iteration
+
+
 def test_deepspeeds_own_tool_reads_a_tag(straight):
     run = straight("adamw", 2)
     tag = content(run.out_dir, "iter_8")
