@@ -61,7 +61,8 @@ def argument_parser() -> argparse.ArgumentParser:
     add("--gpus", type=int, default=1, help="number of processes, also on a CPU")
     add("--warmup", type=int, default=4, help="number of steps before those measured")
     add("--repeats", type=int, default=10, help="number of steps to measure")
-    add("--baseline", choices=("hf", "hf_compiled", "pytorch", "fsdp2"), help="also measure a baseline")
+    baselines = ("hf", "hf_compiled", "pytorch", "fsdp2")
+    add("--baseline", choices=baselines, help="also measure a baseline")
     add(
         "--json",
         default="bench.json",

@@ -94,6 +94,8 @@ def check_kernels(s: Any, model: GPTConfig, execution: Execution, facts: ModelFa
 
 def check_compact(s: Any, config: Mapping, execution: Execution) -> None:
     """Raise UserError if the optimizer's state can't be compact in this run."""
+    if s.dtype not in ("auto", execution.dtype):
+        return  # this machine hasn't the dtype that was asked for, which is a problem of its own
     usable = "use bfloat16 with --deepspeed_config=ds_config_zero2.json, or drop it"
     if execution.dtype != "bfloat16":
         why = f"splits bfloat16 weights, and this run is in {execution.dtype}"
