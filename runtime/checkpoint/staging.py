@@ -26,8 +26,8 @@ Files = list[tuple[str, dict]]  # (path, content)
 class Decoded:
     """A flat fp32 tensor that is kept in another format, and made when a save needs it.
 
-    n: its elements. device: on which they are kept. fill(target): writes them to a tensor on the
-    CPU; from a GPU, the copies may not be done yet.
+    n: its elements, at least one. device: on which they are kept. fill(target): writes them to a
+    tensor on the CPU; from a GPU, the copies may not be done yet.
     """
 
     n: int
@@ -91,8 +91,6 @@ class Staging:
         def copied(leaf: Any) -> Any:
             nonlocal filled
             if isinstance(leaf, Decoded):
-                if not leaf.n:  # a rank may have no element of a small group
-                    return torch.empty(0)
                 place = self.buffer[filled : filled + leaf.nbytes]
                 flat = torch.frombuffer(place, dtype=torch.float32)
                 leaf.fill(flat)
@@ -140,8 +138,6 @@ def decoded(content: dict, folder: str) -> dict:
     def made(leaf: Any) -> Any:
         if not isinstance(leaf, Decoded):
             return leaf
-        if not leaf.n:  # as in Staging.copy()
-            return torch.empty(0)
         if leaf.nbytes * LEFT_FREE * local_world_size() < available_memory():
             tensor = torch.empty(leaf.n)
         else:

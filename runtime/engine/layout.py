@@ -528,7 +528,10 @@ def with_fp32(saved: dict, shards: tuple[Shard, ...]) -> dict:
         # DeepSpeed leaves the padding at the end of the weights out
         n = saved["single_partition_of_fp32_groups"][i].numel()
         device = shard.half.device
-        weights.append(Decoded(n, device, partial(shard.compact.copy_to, "weight")))
+        if n:
+            weights.append(Decoded(n, device, partial(shard.compact.copy_to, "weight")))
+        else:  # this rank's part of a small group is all padding
+            weights.append(torch.empty(0))
         if i in base["state"]:
             states[i] = dict(base["state"][i])
             for field in shard.compact.moments:

@@ -177,12 +177,14 @@ def test_nothing_but_the_gradients_is_in_float32(train):
 
 @pytest.mark.parametrize("args, why", [
     (("--dtype=float32",), "compact_optimizer=True splits bfloat16 weights, and this run is in float32"),
+    (("--dtype=float16",), "dtype=float16 needs a GPU: use --dtype=float32 or --dtype=bfloat16"),
     ((stage(3),), "compact_optimizer=True is for ZeRO-2, and ds_config_zero3.json has stage 3"),
     (("--deepspeed_config=config/ds/zero2_offload.json",), "compact_optimizer=True keeps the state on the GPU"),
 ])
 def test_what_it_does_not_fit_is_refused(train, args, why):
     run = train(*COMPACT, *args)
     assert run.returncode == 2 and run.stderr.count(why) == 1 and not run.losses
+    assert ("splits bfloat16 weights" in run.stderr) == ("splits bfloat16 weights" in why), run.stderr
 
 
 def test_another_optimizer_is_refused(train, tmp_path):
