@@ -107,7 +107,9 @@ def transformers_steps(plan, s, device, compiled=False):
         return loss.detach()
 
     name = f"transformers {transformers.__version__} GPT2LMHeadModel with DeepSpeed"
-    return name + ", compiled" * compiled, micro_step
+    if engine.is_compiled:
+        name += ", compiled"
+    return name, micro_step
 
 
 def pytorch_steps(plan, s, device, fsdp2=False):
