@@ -59,7 +59,7 @@ def read(name):
 
 
 def race_lines(runs):
-    """Return {name: run} of the runs to draw, all of one GPU and seed: first plain PyTorch.
+    """Return {name: run} of the runs to draw, all of one GPU, seed and text: first plain PyTorch.
 
     The group is the one that has ours with AdamW, or else the one with the most lines.
     """

@@ -138,8 +138,8 @@ def seconds_to(curve, loss):
 
 
 def group_of(run):
-    """Return what two runs share whose times can be compared: (GPU, seed)."""
-    return run["hardware"], run["seed"]
+    """Return what two runs share that can be compared: (GPU, seed, SHA-256 of the text). Old runs have no text."""
+    return run["hardware"], run["seed"], run.get("text", "")
 
 
 def best_baselines(runs):
@@ -164,7 +164,7 @@ def label(run):
 
 
 def table(path, paths):
-    """Print the runs, and compare each of ours with the baselines of its GPU and seed. Write all to one file."""
+    """Print the runs, and compare each of ours with the baselines of its group. Write all to one file."""
     files = [json.loads(Path(path).read_text()) for path in paths]
     runs = [run for file in files for run in file.get("runs", [file])]
     for run in runs:
@@ -173,8 +173,7 @@ def table(path, paths):
         steps, seconds, loss = run["curve"][-1]
         print(f"{run['label']:<60} {loss:.4f} after {steps} steps, {seconds:.1f} s")
         for base in runs:
-            is_comparable = group_of(base) == group_of(run) and base.get("text") == run.get("text")
-            if base["way"] != "baseline" or run["way"] != "ours" or not is_comparable:
+            if base["way"] != "baseline" or run["way"] != "ours" or group_of(base) != group_of(run):
                 continue
             if reached := seconds_to(run["curve"], base["curve"][-1][2]):
                 ratio = run.setdefault("ratios", {})[base["label"]] = round(reached / base["curve"][-1][1], 3)
