@@ -68,9 +68,15 @@ def sampling_runs():
     return {case: cases[case] for case in sorted(cases, key=lambda case: ("CPU" in case[0], *case))}
 
 
+def short_commit(run):
+    """Return 7 digits of a run's commit, with its "+" if there were uncommitted changes."""
+    commit = run["commit"]
+    return commit[:7] + "+" * commit.endswith("+")
+
+
 def link(run, text=""):
     """Return a link to a run's file: its commit and date, or the text."""
-    return f"[{text or run['commit'][:7]}](results/{run['file']})" + ("" if text else f", {run['date'][:10]}")
+    return f"[{text or short_commit(run)}](results/{run['file']})" + ("" if text else f", {run['date'][:10]}")
 
 
 def markdown(columns, rows):

@@ -27,6 +27,7 @@ from results.runs import (
     races,
     read,
     sampling_runs,
+    short_commit,
     speed_cells,
     training_runs,
 )
@@ -99,7 +100,7 @@ def training():
             if short == "transformers":  # ours and plain PyTorch are always compiled
                 short += ", compiled" if name.endswith("compiled") else ", not compiled"
             baselines[short] = base
-        speedup = ", ".join(link(base, f"{base['baseline']['ratio']:.2f}x {name}, {base['commit'][:7]}")
+        speedup = ", ".join(link(base, f"{base['baseline']['ratio']:.2f}x {name}, {short_commit(base)}")
                             for name, base in baselines.items())
         gpus = f"{case.gpus} {case.gpu}" if case.gpu != "H200" else case.gpus
         model = case.model + (f", ZeRO-{case.stage}" if case.stage != 2 else "")
@@ -196,7 +197,7 @@ def sampling():
         if compared:
             base = newest(compared)
             ratio = base["tokens_per_s"]["median"] / base["baseline"]["tokens_per_s"]["median"]
-            speedup = link(base, f"{ratio:.2f}x, {base['commit'][:7]}")
+            speedup = link(base, f"{ratio:.2f}x, {short_commit(base)}")
         rows.append([*case, median(run, "tokens_per_s"), median(run, "first_token_ms"), link(run), speedup])
     return markdown(["hardware", "model", "batch size", "tokens/s", "first token, ms", SOURCE, "speedup"], rows)
 
