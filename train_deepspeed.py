@@ -321,7 +321,7 @@ deepspeeds_engine = setup.initialize(
     model, adamw, plan.ds_config, masked=masked, scales_loss=fused is not None
 )
 print0(f"DeepSpeed uses {setup.describe(deepspeeds_engine, plan.ds_config, execution.dtype)}")
-engine = Engine(deepspeeds_engine, plan.paths, fused)
+engine = Engine(deepspeeds_engine, plan.paths, fused, masked=masked)
 
 # -----------------------------------------------------------------------------
 # The state of the run: that of the tag, or a new one

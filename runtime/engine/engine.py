@@ -10,7 +10,8 @@ all ranks. Each factor has one place:
                            another number, step.py (or Layout.step_of_deepspeed) divides by their
                            ratio
   ranks                    the reductions: reduce.py, zero3_blocks.py
-  loss scale               multiplied by DeepSpeed's backward, divided by step.py
+  loss scale               multiplied by DeepSpeed's backward, divided by step.py; a constant one
+                           follows the tokens of the step's micro-batches
   float16's factor         FP16_GRAD_FACTOR, in loss.py alone
 
 On DeepSpeed's own path, it divides by the ranks and by the loss scale itself.
@@ -61,7 +62,7 @@ class Engine:
     together.
 
     deepspeed: what deepspeed.initialize returned. paths: the fast paths to take. fused: the model's
-    fused blocks, or None.
+    fused blocks, or None. masked: whether only some tokens are targets.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class Engine:
         deepspeed: DeepSpeedEngine,
         paths: FastPaths,
         fused: FusedBlocks | None = None,
+        masked: bool = False,
     ) -> None:
         self.deepspeed = deepspeed
         self.module = deepspeed.module
@@ -103,6 +105,13 @@ class Engine:
         self.forward_backward = ForwardBackward(deepspeed, paths.graph.taken, is_local)
         self.fused = fused
 
+        # Where our kernels in a bfloat16 model are in float16, setup.initialize() has set a loss
+        # scale for micro-batches of so many tokens
+        self.masked = masked
+        self.scaled_tokens: int | None = None
+        if fused and self.dtype == "bfloat16":
+            self.scaled_tokens = setup.planned_tokens(deepspeed)
+
         # What has been done
         self.micro_steps = 0  # since the last optimizer step
         self.steps = 0  # of this process
@@ -126,6 +135,8 @@ class Engine:
             self.untouched.check()
             if self.fused:  # the weights have changed
                 self.fused.copy_weights()
+            if self.scaled_tokens is not None:
+                self.follow_micro_batch(batch)
         # Each micro-step: the weights with which a forward begins
         if self.our_step and self.stage == 3:
             self.our_step.reduction.prepare()
@@ -135,6 +146,14 @@ class Engine:
         if self.lockstep:
             self.lockstep.end_backward()
         return loss
+
+    def follow_micro_batch(self, batch: tuple[Tensor, ...]) -> None:
+        """Fit the loss scale to the micro-batches of the step that begins with this one, which a
+        batch ramp may make smaller."""
+        tokens = batch[0].numel()
+        if tokens != self.scaled_tokens:
+            setup.fit_loss_scale(self.deepspeed, tokens, self.masked)
+            self.scaled_tokens = tokens
 
     def check_ranks(self, micro_steps: int, ends: bool) -> None:
         """Raise UserError unless all ranks make the same micro-step, or end their step with it.

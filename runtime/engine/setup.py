@@ -214,13 +214,24 @@ def initialize(
 
     skip_at_lowest_scale(engine)
     if engine.bfloat16_enabled() and scales_loss:
-        sequences = engine.train_micro_batch_size_per_gpu() * engine.gradient_accumulation_steps()
-        tokens = sequences * model.config.block_size  # over which the loss is a mean
-        # The kernels' float16 then sees each target's gradient times 16 to 32. With a mask, it sees
-        # it times 1 to 2, divided by the share of the tokens that are targets
-        largest = tokens if masked else 16 * tokens
-        set_loss_scale(engine, 2.0 ** largest.bit_length())
+        fit_loss_scale(engine, planned_tokens(engine), masked)
     return engine
+
+
+def planned_tokens(engine: DeepSpeedEngine) -> int:
+    """Return the tokens of a micro-batch, by the settings."""
+    return engine.train_micro_batch_size_per_gpu() * engine.module.config.block_size
+
+
+def fit_loss_scale(engine: DeepSpeedEngine, micro_tokens: int, masked: bool) -> None:
+    """Set the loss scale for kernels that are in float16. micro_tokens: of a micro-batch. masked:
+    only some of them are targets."""
+    # DeepSpeed divides the loss, a mean, by its number of micro-steps, whatever a step makes
+    tokens = micro_tokens * engine.gradient_accumulation_steps()
+    # float16 then sees each target's gradient times 16 to 32. With a mask, it sees it times 1 to 2,
+    # divided by the share of the tokens that are targets
+    largest = tokens if masked else 16 * tokens
+    set_loss_scale(engine, 2.0 ** largest.bit_length())
 
 
 @contextlib.contextmanager

@@ -159,10 +159,10 @@ class Poison:
         return grad
 
 
-def check_loss_scale(way: Way, deepspeeds) -> None:
+def check_loss_scale(way: Way, deepspeeds, tokens: int) -> None:
     """Check that the kernels' float16 sees each target's gradient times 16 to 32. If few tokens are
-    targets, then at least 1 to 2."""
-    targets = SEQUENCES // dist.get_world_size() * T
+    targets, then at least 1 to 2. tokens: of each sequence."""
+    targets = SEQUENCES // dist.get_world_size() * tokens
     per_target = deepspeeds.optimizer.loss_scale / targets
     least = 1 if way.masked else 16
     assert least < per_target <= 2 * least
@@ -176,9 +176,9 @@ def train(way: Way, group: Group) -> dict:
     chosen = paths(
         deepspeeds, deepspeeds.module, way.local, kernels=bool(way.kernels), own=way.forced
     )
-    engine = Engine(deepspeeds, chosen, fused)
+    engine = Engine(deepspeeds, chosen, fused, masked=way.masked)
     if way.kernels:
-        check_loss_scale(way, deepspeeds)
+        check_loss_scale(way, deepspeeds, tokens=T)  # of the settings
         engine.steps = CHECKED_STEPS  # Triton's interpreter truncates weights to bfloat16
     if engine.our_step is not None:
         assert engine.our_step.use_kernel == bool(way.kernels)
@@ -197,6 +197,8 @@ def train(way: Way, group: Group) -> dict:
         for micro_step, sequences in enumerate(by_rank[rank]):
             poison.is_on = is_bad and rank == world_size - 1 and micro_step == 1
             engine.micro_step(sequences[:, :-1], sequences[:, 1:])
+        if way.kernels:  # the micro-batches were smaller than by the settings
+            check_loss_scale(way, deepspeeds, group.tokens)
         done = engine.step()
 
         norm = deepspeeds.get_global_grad_norm()
