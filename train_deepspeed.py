@@ -230,7 +230,7 @@ plan = plan_run(settings, ranks)
 settings = plan.settings
 batch = plan.batch
 # How many sequences each step takes, and how long they are. If you rename `ramp`, or its length()
-# in the loop, change OUR_LENGTH in runtime/plan/run_plan.py, too: it looks for the text
+# in the loop, change OUR_LENGTH in runtime/plan/ramps.py, too: it looks for the text
 ramp = plan.ramp
 execution = plan.execution
 globals().update(vars(settings))  # before this, settings' names hold their defaults

@@ -5,6 +5,7 @@
     problems.py     collects problems, so that the user sees all of them together
     rules.py        ranges and contradictions of settings; epochs as iterations
     unread.py       settings that nothing reads
+    ramps.py        whether the ramps fit the batch, the data and the loop
     machine.py      the device, or the GPU that target_gpu names
     start.py        where the weights come from: init_from; what a tag records of the plan
     compare.py      a run and the tag that it starts from

@@ -4,7 +4,6 @@ can't work."""
 import os
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -16,7 +15,6 @@ from runtime.cluster.ranks import Ranks, exit_together
 from runtime.data.dataset import SPLITS
 from runtime.data.loader import BatchSizes
 from runtime.data.mixture import open_datasets
-from runtime.data.ramp import Ramp, make_ramp
 from runtime.data.sequences import open_sequences
 from runtime.data.tokenizer import tokenizer_of
 from runtime.engine import ds_config, fixes
@@ -42,12 +40,12 @@ from runtime.plan.memory import MemoryInputs, ParamCount
 from runtime.plan.out_dir import check_out_dir
 from runtime.plan.plan import RunPlan
 from runtime.plan.problems import Problems, notes_of_files
+from runtime.plan.ramps import check_ramp, ramp_of
 from runtime.plan.rules import broken_rules, plan_iterations
 from runtime.plan.start import Start, find_start
 from runtime.plan.unread import unread_settings
 from runtime.sample.generate import escape_note
 
-OUR_LENGTH = "ramp.length("  # the text that the loop of a training script has
 LEFT_FREE = 0.2  # of a GPU's memory, if accumulate_locally=auto is to accumulate
 
 
@@ -143,35 +141,6 @@ def requested_batch(s: Any, ranks: Ranks) -> BatchSizes:
     if micro == "auto":
         micro = s.requested["batch_size"]  # what "auto" has replaced, a number
     return BatchSizes(micro, s.gradient_accumulation_steps, ranks.world_size, s.block_size)
-
-
-def ramp_of(s: Any, batch: BatchSizes) -> Ramp:
-    """Return the Ramp of the settings. Raises UserError if it doesn't fit the batch and
-    block_size."""
-    return make_ramp(s.batch_ramp, s.length_ramp, s.max_iters, batch)
-
-
-def check_ramp(s: Any, data: dict | None, batch: BatchSizes, problems: Problems) -> None:
-    """Add a problem if a ramp doesn't fit. Its numbers only mean something if there is no other
-    problem."""
-    if problems:
-        return
-    problems.attempt(ramp_of, s, batch)
-    if s.length_ramp is None:
-        return
-    # A loop of an edited script may not follow it
-    if s.script and OUR_LENGTH not in Path(s.script).read_text(encoding="utf-8"):
-        problems.add(
-            f"length_ramp={s.length_ramp} needs batches.next_step(micro_steps, "
-            f"ramp.length(iter_num)) in the loop of {os.path.basename(s.script)}: edit it, or "
-            "leave length_ramp out"
-        )
-    # A part of a conversation may begin in the middle of an answer
-    if data and data["template"]:
-        problems.add(
-            f"length_ramp={s.length_ramp} would cut the conversations of dataset={s.dataset}: "
-            "leave it out"
-        )
 
 
 def plan_data(s: Any, has_problems: bool, file_problems: Problems, notes: list[str]) -> PlannedData:
