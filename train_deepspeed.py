@@ -230,7 +230,8 @@ plan = plan_run(settings, ranks)
 settings = plan.settings
 batch = plan.batch
 # How many sequences each step takes, and how long they are. If you rename `ramp`, or its length()
-# in the loop, change OUR_LENGTH in runtime/plan/ramps.py, too: it looks for the text
+# and micro() in the loop, change OUR_LENGTH and OUR_MICRO in runtime/plan/ramps.py, too: it looks
+# for the text
 ramp = plan.ramp
 execution = plan.execution
 globals().update(vars(settings))  # before this, settings' names hold their defaults
@@ -547,9 +548,10 @@ while not finished() and not eval_only and exit_code is None:
         group["lr"] = lr * group.get("lr_ratio", 1)  # of a group with its own
 
     # one optimizer step
-    micro_steps = ramp.size(iter_num) // batch.per_micro_step
+    micro_steps = ramp.micro_steps(iter_num)
+    micro = ramp.micro(iter_num)  # sequences per GPU in each
     loss = torch.zeros((), device=device)
-    for micro_batch in batches.next_step(micro_steps, ramp.length(iter_num)):
+    for micro_batch in batches.next_step(micro_steps, ramp.length(iter_num), micro):
         loss += engine.micro_step(*micro_batch)  # forward and backward
     iter_num += 1
     step = engine.step(skip_above=health.skip_above())  # reduce and clip the gradients, update

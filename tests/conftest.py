@@ -253,7 +253,7 @@ def edited_script(folder, *edits):
 
 def ramp(folder, micro_steps):
     """The script with one variable of its loop changed; micro_steps: an expression with iter_num."""
-    planned = "    micro_steps = ramp.size(iter_num) // batch.per_micro_step"
+    planned = "    micro_steps = ramp.micro_steps(iter_num)"
     return edited_script(folder, (planned, f"    micro_steps = {micro_steps}"))
 
 

@@ -10,6 +10,12 @@ position + m * micro * W on, and rank r the r-th `micro` of them:
                                         rank 1       10  11          14  15
 
 So a position means the same for any number of ranks, any micro-batch and any number of micro-steps.
+The early steps of a batch ramp may have another number of micro-steps, or smaller micro-batches:
+
+    2 ranks, micro 1, 1 micro-step, position 8      micro-step 0
+                                        rank 0        8
+                                        rank 1        9
+
 Shorter sequences, of a length ramp, are equal parts of these, and positions are the same there.
 A resumed run only needs this one number to continue, and repeats or skips nothing.
 
@@ -48,8 +54,9 @@ Located = list[tuple[Sequences, int]]  # sequences, each by its source and its p
 class BatchSizes:
     """How many sequences an optimizer step takes."""
 
-    micro: int  # per GPU and micro-step
-    accumulation: int  # micro-steps per GPU, unless the training loop makes another number
+    # Per GPU and micro-step, and micro-steps per GPU, unless the training loop takes other numbers
+    micro: int
+    accumulation: int
     world_size: int
     block_size: int
 
@@ -185,10 +192,11 @@ class TrainBatches:
         self.reader = ThreadPoolExecutor(max_workers=1)
         self.ahead: deque[Future] = deque()  # the next steps, from self.position on
         self.micro_steps_ahead = batch.accumulation  # that each of these steps has
+        self.micro_ahead = batch.micro  # that each of these micro-steps has
         self.read_ahead()
 
     def next_step(
-        self, micro_steps: int, length: int | None = None
+        self, micro_steps: int, length: int | None = None, micro: int | None = None
     ) -> list[tuple[torch.Tensor, ...]]:
         """Return this rank's micro-batches of the next step, `micro_steps` of them.
 
@@ -199,32 +207,33 @@ class TrainBatches:
         length: tokens per sequence. Each sequence of block_size tokens is cut into such parts, one
         below the other: (micro * block_size / length, length). None: they stay whole.
 
-        All ranks call this with the same numbers. If micro_steps is another one than for the step
-        before, what has been read ahead is read again. Raises UserError for what is not a whole
-        number of at least 1, for a length that doesn't divide block_size, and for data that can't
-        be used.
+        micro: sequences per rank and micro-step, before that cut. None: those of the batch.
+
+        All ranks call this with the same numbers. If micro_steps or micro is another one than for
+        the step before, what has been read ahead is read again. Raises UserError for what is not a
+        whole number of at least 1, for a length that doesn't divide block_size, and for data that
+        can't be used.
         """
         length = self.batch.block_size if length is None else length
         self.check_length(length)
-        if not isinstance(micro_steps, numbers.Integral) or micro_steps < 1:
-            raise UserError(
-                f"micro_steps={micro_steps} must be a whole number of at least 1: change the "
-                "training loop"
-            )
+        micro = self.batch.micro if micro is None else micro
+        check_number("micro_steps", micro_steps)
+        check_number("micro", micro)
 
-        # Take the step that was read ahead, if it has as many micro-steps
+        # Take the step that was read ahead, if it is of these numbers
         start = time.perf_counter()
-        if micro_steps != self.micro_steps_ahead:
+        if micro_steps != self.micro_steps_ahead or micro != self.micro_ahead:
             for future in self.ahead:
                 future.cancel()
             self.ahead.clear()
             self.micro_steps_ahead = int(micro_steps)
+            self.micro_ahead = int(micro)
             self.read_ahead()
         tensors = self.ahead.popleft().result()
         self.waited_s += time.perf_counter() - start
 
         # Have the thread read the next one, while this one is copied to the GPU
-        sequences = self.micro_steps_ahead * self.batch.per_micro_step
+        sequences = self.sequences_ahead
         self.position += sequences
         self.trained_on[length] = self.trained_on.get(length, 0) + sequences
         self.read_ahead()
@@ -233,6 +242,11 @@ class TrainBatches:
         # The tokens of a sequence lie one after another, so its parts are a view
         shape = (self.micro_steps_ahead, -1, length)
         return list(zip(x.view(shape), y.view(shape), *weight, strict=True))
+
+    @property
+    def sequences_ahead(self) -> int:
+        """The sequences of each step that is read ahead, over all ranks."""
+        return self.micro_steps_ahead * self.micro_ahead * self.batch.world_size
 
     def check_length(self, length: int) -> None:
         """Raise UserError unless the sequences can be cut into parts of so many tokens."""
@@ -249,25 +263,27 @@ class TrainBatches:
             )
 
     def read_ahead(self) -> None:
-        """Have the thread read until STEPS_AHEAD steps wait, all of micro_steps_ahead."""
-        per_step = self.micro_steps_ahead * self.batch.per_micro_step
+        """Have the thread read until STEPS_AHEAD steps wait, all of the same numbers."""
         while len(self.ahead) < STEPS_AHEAD:
-            begin = self.position + len(self.ahead) * per_step
-            self.ahead.append(self.reader.submit(self.read_step, begin, self.micro_steps_ahead))
+            begin = self.position + len(self.ahead) * self.sequences_ahead
+            future = self.reader.submit(
+                self.read_step, begin, self.micro_steps_ahead, self.micro_ahead
+            )
+            self.ahead.append(future)
 
-    def read_step(self, begin: int, micro_steps: int) -> list[torch.Tensor]:
+    def read_step(self, begin: int, micro_steps: int, micro: int) -> list[torch.Tensor]:
         """Return this rank's part of the step that begins at a position. Runs on the thread.
 
         x, y: (micro_steps, micro, block_size), int64. weight, if masked: (micro_steps,).
         """
         # In each micro-step, a rank takes a run of sequences: see the table above
         batch = self.batch
-        ids = begin + np.arange(micro_steps * batch.per_micro_step)
-        by_rank = ids.reshape(micro_steps, batch.world_size, batch.micro)
+        ids = begin + np.arange(micro_steps * micro * batch.world_size)
+        by_rank = ids.reshape(micro_steps, batch.world_size, micro)
         own_ids = by_rank[:, self.rank].ravel()
         located = locate_sequences(own_ids, self.mixture, self.seed)
         x, y = read_sequences(located, self.vocab_size)
-        shape = (micro_steps, batch.micro, batch.block_size)
+        shape = (micro_steps, micro, batch.block_size)
         tensors = [x.view(shape), y.view(shape)]
 
         # Each target of the step weighs the same, on whichever rank and in whichever micro-step
@@ -282,6 +298,14 @@ class TrainBatches:
         """Return how many targets count in the loss of the sequences with these ids."""
         located = locate_sequences(ids, self.mixture, self.seed)
         return sum(source.count_targets(place) for source, place in located)
+
+
+def check_number(name: str, number: object) -> None:
+    """Raise UserError for what is not a whole number of at least 1. name: what it is."""
+    if not isinstance(number, numbers.Integral) or number < 1:
+        raise UserError(
+            f"{name}={number} must be a whole number of at least 1: change the training loop"
+        )
 
 
 def eval_batches(

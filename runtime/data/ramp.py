@@ -4,10 +4,14 @@ A batch ramp, such as "8@0, 16@0.1, 32@0.3", takes 8 sequences per step at first
 of all tokens, and 32 from three tenths on. A length ramp, such as "256@0, 512@0.2, 1024@0.45", does
 the same for the tokens per sequence.
 
+A stage of a batch ramp has whole micro-steps of batch_size sequences per GPU. If it is smaller than
+one, it has one micro-step, of fewer sequences per GPU.
+
 A length ramp cuts each sequence of block_size tokens into equal parts. A batch is counted before
 the cut, so a step keeps its tokens, and the data has the same order with a length ramp as without.
 """
 
+import math
 import re
 from dataclasses import dataclass
 
@@ -19,6 +23,7 @@ EXAMPLES = {
     "length_ramp": '--length_ramp="256@0, 512@0.2, 1024@0.45"',
 }
 UNITS = {"batch_ramp": "sequences", "length_ramp": "tokens"}
+MOST_GPUS = 1024  # that a message names
 
 
 @dataclass(frozen=True)
@@ -27,7 +32,8 @@ class Ramp:
 
     sizes: sequences per step, of block_size tokens and over all ranks, of each stage. starts: the
     number of iterations before each stage; the first is 0. max_iters: iterations of the run.
-    lengths, length_starts: likewise, the tokens per sequence. The last length is block_size.
+    lengths, length_starts: likewise, the tokens per sequence. The last length is block_size. batch:
+    of a step after the ramps.
     """
 
     sizes: tuple[int, ...]
@@ -35,10 +41,22 @@ class Ramp:
     max_iters: int
     lengths: tuple[int, ...]
     length_starts: tuple[int, ...]
+    batch: BatchSizes
 
     def size(self, iteration: int) -> int:
         """Return the sequences of the step that follows `iteration` finished ones."""
         return value_at(iteration, self.sizes, self.starts)
+
+    def micro(self, iteration: int) -> int:
+        """Return the sequences per GPU and micro-step of the step that follows `iteration` finished
+        ones: batch_size, or fewer in a stage that is smaller than one micro-step."""
+        per_gpu = self.size(iteration) // self.batch.world_size
+        return min(self.batch.micro, per_gpu)
+
+    def micro_steps(self, iteration: int) -> int:
+        """Return the micro-steps of the step that follows `iteration` finished ones."""
+        per_micro_step = self.micro(iteration) * self.batch.world_size
+        return self.size(iteration) // per_micro_step
 
     def length(self, iteration: int) -> int:
         """Return the tokens per sequence of the step that follows `iteration` finished ones."""
@@ -142,7 +160,7 @@ def make_ramp(
     starts: tuple[int, ...] = (0,)
     if batch_ramp is not None:
         sizes, starts = stages_of_batch(batch_ramp, max_iters, batch)
-    by_size = Ramp(sizes, starts, max_iters, (batch.block_size,), (0,))
+    by_size = Ramp(sizes, starts, max_iters, (batch.block_size,), (0,), batch)
     if length_ramp is None:
         return by_size
 
@@ -150,22 +168,16 @@ def make_ramp(
     stages = stages_of_length(length_ramp, batch.block_size)
     lengths = tuple(length for length, _ in stages)
     length_starts = tuple(iteration_at(share, by_size) for _, share in stages)
-    return Ramp(sizes, starts, max_iters, lengths, length_starts)
+    return Ramp(sizes, starts, max_iters, lengths, length_starts, batch)
 
 
 def stages_of_batch(
     text: str, max_iters: int, batch: BatchSizes
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return (sequences per step, iterations before) of each stage. Raises UserError."""
-    # Each step is made of whole micro-steps
     stages = parse_stages("batch_ramp", text)
     sizes = tuple(size for size, _ in stages)
-    for size in sizes:
-        if size % batch.per_micro_step:
-            raise UserError(
-                f"batch_ramp={text}: {size} is not divisible by batch_size x GPUs = "
-                f"{batch.per_micro_step}"
-            )
+    check_sizes(text, sizes, batch)
     if sizes[-1] != batch.sequences:
         raise UserError(
             f"batch_ramp={text} ends with {sizes[-1]} sequences, but batch_size x GPUs x "
@@ -178,6 +190,56 @@ def stages_of_batch(
     steps = [(end - share) / size for (size, share), end in zip(stages, ends, strict=True)]
     starts = [round(max_iters * sum(steps[:i]) / sum(steps)) for i in range(len(steps))]
     return sizes, tuple(starts)
+
+
+def check_sizes(text: str, sizes: tuple[int, ...], batch: BatchSizes) -> None:
+    """Raise UserError unless all GPUs can take equal parts of each step.
+
+    text: of the ramp. sizes: sequences per step of each stage.
+    """
+    # Each GPU has the same number of sequences
+    for size in sizes:
+        if size % batch.world_size:
+            raise UserError(
+                f"batch_ramp={text}: {size} is not divisible by the number of GPUs, "
+                f"{batch.world_size}: use {numbers_of_gpus(sizes)}, or change the ramp"
+            )
+
+    # Each step is made of whole micro-steps, or is smaller than one
+    for size in sizes:
+        if not is_split_by(batch.per_micro_step, size):
+            raise UserError(
+                f"batch_ramp={text}: {size} is above batch_size x GPUs = {batch.per_micro_step} "
+                f"and not divisible by it: use {settings_that_fit(sizes, batch)}, or change the "
+                "ramp"
+            )
+
+
+def numbers_of_gpus(sizes: tuple[int, ...]) -> str:
+    """Return the numbers of GPUs that divide all sizes as text, such as "1, 3 or 9 GPUs"."""
+    common = math.gcd(*sizes)
+    numbers = []
+    for number in range(1, min(common, MOST_GPUS) + 1):
+        if common % number == 0:
+            numbers.append(str(number))
+    if len(numbers) == 1:
+        return "1 GPU"
+    return f"{', '.join(numbers[:-1])} or {numbers[-1]} GPUs"
+
+
+def settings_that_fit(sizes: tuple[int, ...], batch: BatchSizes) -> str:
+    """Return the settings with the largest batch_size, up to the run's, that fit these sizes."""
+    # With 1, which ends the loop, all sizes are multiples of the number of GPUs
+    micro = batch.micro
+    while not all(is_split_by(micro * batch.world_size, size) for size in sizes):
+        micro -= 1
+    accumulation = sizes[-1] // (micro * batch.world_size)
+    return f"--batch_size={micro} --gradient_accumulation_steps={accumulation}"
+
+
+def is_split_by(per_micro_step: int, size: int) -> bool:
+    """Return whether a step of so many sequences is whole micro-steps, or smaller than one."""
+    return size <= per_micro_step or size % per_micro_step == 0
 
 
 def stages_of_length(text: str, block_size: int) -> list[tuple[int, float]]:

@@ -27,7 +27,7 @@ class ForwardBackward:
     The first step runs eagerly, because libraries initialize at their first calls, and compiled
     code is made. The capture comes before the second step.
 
-    A batch of another shape, as a length ramp makes, begins anew: its first step runs eagerly, and
+    A batch of another shape, as a ramp makes, begins anew: its first step runs eagerly, and
     the capture comes before its second step. So there is one graph at a time.
     """
 

@@ -1,5 +1,6 @@
 """The ramps of a run: whether they fit its batch, its data, and the loop of its script."""
 
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,9 @@ from runtime.data.loader import BatchSizes
 from runtime.data.ramp import Ramp, make_ramp
 from runtime.plan.problems import Problems
 
-OUR_LENGTH = "ramp.length("  # the text that the loop of a training script has
+# Texts that the loop of a training script has
+OUR_LENGTH = "ramp.length("
+OUR_MICRO = "ramp.micro("
 
 
 def ramp_of(s: Any, batch: BatchSizes) -> Ramp:
@@ -25,7 +28,7 @@ def check_ramp(s: Any, data: dict | None, batch: BatchSizes, problems: Problems)
     ramp = problems.attempt(ramp_of, s, batch)
     has_ramp = s.batch_ramp is not None or s.length_ramp is not None
     if ramp and has_ramp and s.script:
-        check_loop(s, problems)
+        check_loop(s, ramp, problems)
     # A part of a conversation may begin in the middle of an answer
     if s.length_ramp is not None and data and data["template"]:
         problems.add(
@@ -34,10 +37,23 @@ def check_ramp(s: Any, data: dict | None, batch: BatchSizes, problems: Problems)
         )
 
 
-def check_loop(s: Any, problems: Problems) -> None:
+def check_loop(s: Any, ramp: Ramp, problems: Problems) -> None:
     """Add a problem if the loop of an edited script doesn't follow a ramp."""
     code = Path(s.script).read_text(encoding="utf-8")
     name = os.path.basename(s.script)
+
+    # A stage that is smaller than a micro-step. Without such a stage, older loops are right
+    smallest = ramp.sizes[0]
+    if smallest < ramp.batch.per_micro_step and OUR_MICRO not in code:
+        micro = math.gcd(*ramp.sizes) // ramp.batch.world_size
+        accumulation = ramp.sizes[-1] // (micro * ramp.batch.world_size)
+        problems.add(
+            f"batch_ramp={s.batch_ramp}: {smallest} is below batch_size x GPUs = "
+            f"{ramp.batch.per_micro_step}, which needs batches.next_step(micro_steps, "
+            f"ramp.length(iter_num), ramp.micro(iter_num)) in the loop of {name}: edit it, or use "
+            f"--batch_size={micro} --gradient_accumulation_steps={accumulation}"
+        )
+
     if s.length_ramp is not None and OUR_LENGTH not in code:
         problems.add(
             f"length_ramp={s.length_ramp} needs batches.next_step(micro_steps, "

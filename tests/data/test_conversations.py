@@ -221,6 +221,22 @@ def test_a_ramp_is_the_mean_over_the_counted_tokens_of_each_step(train, chat, we
     assert [r["grad_norm"] for r in run.history if "loss" in r] == pytest.approx(norms, rel=1e-5)
 
 
+@pytest.mark.parametrize("zero", [2, 3])
+def test_a_small_stage_is_the_mean_over_the_counted_tokens_of_each_step(train, chat, weights, zero):
+    """Steps of 6, 6 and 12 rows, where 12 are a micro-step. First on two ranks, and after the first step again on
+    three at the other ZeRO stage."""
+    losses, norms, _ = steps_of_transformers(chat, weights, [6, 6, 12])
+    options = (*NO_SHAPE, *STEPS, f"--dataset={chat.folder}", "--seed=7", "--gradient_accumulation_steps=1",
+               "--batch_ramp=6@0, 12@0.5")
+    first = done(train(stage(zero), *options, f"--init_from={weights}", "--batch_size=6", ranks=2))
+    assert list(first.losses.values()) == pytest.approx(losses, rel=2e-6)
+    assert [r["grad_norm"] for r in first.history if "loss" in r] == pytest.approx(norms, rel=1e-5)
+    run = done(train(stage(5 - zero), *options, "--init_from=resume", "--resume_tag=iter_1", "--overwrite",
+                     "--batch_size=4", ranks=3, out_dir=first.out_dir))
+    assert list(run.losses.values()) == pytest.approx(losses, rel=2e-6)
+    assert [r["grad_norm"] for r in run.history if "loss" in r] == pytest.approx(norms, rel=1e-5)
+
+
 def test_a_length_ramp_would_cut_conversations(train, chat):
     run = train(f"--dataset={chat.folder}", "--length_ramp=8@0, 32@0.5")
     assert run.returncode == 2

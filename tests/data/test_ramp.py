@@ -27,7 +27,27 @@ def test_stages_and_totals():
 def test_without_a_ramp_all_steps_are_equal():
     ramp = make_ramp(None, None, 10, BATCH)
     assert [ramp.size(i) for i in (0, 9, 20)] == [32, 32, 32]
+    assert [(ramp.micro_steps(i), ramp.micro(i)) for i in (0, 9, 20)] == [(8, 2)] * 3
     assert [ramp.sequences_before(i) for i in (0, 7, 20)] == [0, 224, 640]
+
+
+@pytest.mark.parametrize(
+    "text, batch, split",
+    [
+        # micro-batch, accumulation and ranks; (micro-steps, sequences of each) of each stage
+        ("15@0, 30@0.1, 60@0.4", (60, 1, 1), [(1, 15), (1, 30), (1, 60)]),
+        ("15@0, 30@0.1, 60@0.4", (30, 2, 1), [(1, 15), (1, 30), (2, 30)]),
+        ("15@0, 30@0.1, 60@0.4", (15, 4, 1), [(1, 15), (2, 15), (4, 15)]),
+        ("15@0, 30@0.1, 60@0.4", (20, 1, 3), [(1, 5), (1, 10), (1, 20)]),
+        ("4@0, 10@0.1, 60@0.4", (15, 2, 2), [(1, 2), (1, 5), (2, 15)]),
+    ],
+)
+def test_a_stage_below_batch_size_x_gpus_is_one_smaller_micro_step(text, batch, split):
+    ramp = make_ramp(text, None, 1000, BatchSizes(*batch, block_size=1024))
+    for begin, end, expected in zip(ramp.starts, (*ramp.starts[1:], 1200), split, strict=True):
+        for it in (begin, end - 1):
+            assert (ramp.micro_steps(it), ramp.micro(it)) == expected
+    assert ramp.starts == make_ramp(text, None, 1000, BatchSizes(1, 60, 1, 1024)).starts
 
 
 def test_the_lengths_stages_begin_at_their_shares_of_the_tokens():
@@ -88,10 +108,47 @@ def test_what_is_refused_as_a_length(text, message):
         ("8@0, 32@1", "stay below 1"),
         ("16@0, 8@0.2, 32@0.5", "more sequences than"),
         ("8@0, 16@0.5, 32@0.3", "larger share than"),
-        ("6@0, 32@0.5", "6 is not divisible by batch_size x GPUs = 4"),
         ("8@0, 16@0.5", "ends with 16 sequences"),
     ],
 )
 def test_what_is_refused(text, message):
     with pytest.raises(UserError, match=message):
         make_ramp(text, None, 100, BATCH)
+
+
+@pytest.mark.parametrize(
+    "text, batch, told",
+    [
+        (
+            "6@0, 32@0.5",
+            (2, 8, 2),
+            "6 is above batch_size x GPUs = 4 and not divisible by it: "
+            "use --batch_size=1 --gradient_accumulation_steps=16, or change the ramp",
+        ),
+        (
+            "3@0, 24@0.1, 60@0.5",
+            (20, 3, 1),
+            "24 is above batch_size x GPUs = 20 and not divisible by it: "
+            "use --batch_size=12 --gradient_accumulation_steps=5, or change the ramp",
+        ),
+        (
+            "15@0, 30@0.1, 60@0.4",
+            (30, 1, 2),
+            "15 is not divisible by the number of GPUs, 2: use 1, 3, 5 or 15 GPUs, or change the ramp",
+        ),
+        (
+            "7@0, 30@0.1, 60@0.4",
+            (15, 1, 4),
+            "7 is not divisible by the number of GPUs, 4: use 1 GPU, or change the ramp",
+        ),
+        (
+            "14@0, 28@0.4",
+            (7, 1, 4),
+            "14 is not divisible by the number of GPUs, 4: use 1, 2, 7 or 14 GPUs, or change the ramp",
+        ),
+    ],
+)
+def test_a_stage_that_does_not_fit_the_gpus_is_refused_with_the_fix(text, batch, told):
+    with pytest.raises(UserError) as refused:
+        make_ramp(text, None, 100, BatchSizes(*batch, block_size=1024))
+    assert str(refused.value) == f"batch_ramp={text}: {told}"

@@ -7,6 +7,7 @@ from conftest import wait_until
 
 from runtime.data.dataset import BEGINS, COUNTS
 from runtime.data.loader import STEPS_AHEAD, BatchSizes, TrainBatches
+from runtime.data.ramp import make_ramp
 from runtime.data.sequences import Conversations, TokenStream
 from runtime.errors import UserError
 
@@ -15,6 +16,8 @@ TEXT = TokenStream(np.arange(60_000, dtype=np.uint16), BLOCK)  # so the first to
 OFFSETS = TEXT.train_places(np.arange(3000), 1337)  # of less than an epoch
 ID_OF = {int(offset): number for number, offset in enumerate(OFFSETS)}
 RAMP = (1, 1, 3, 2, 2, 1, 4, 4)  # micro-steps of each step
+# (micro-steps, sequences per rank in each) of each step
+SMALL_FIRST = ((1, 1), (1, 1), (1, 2), (1, 3), (1, 3), (1, 6), (2, 6), (3, 6))
 
 
 def loader(position, micro, accumulation, world_size, rank):
@@ -51,6 +54,45 @@ def test_a_ramp_takes_each_sequence_once_and_in_order(world_size):
     assert {own.position for own in ranks} == {5 + 18 * 2 * world_size}
 
 
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_smaller_micro_batches_take_each_sequence_once_and_in_order(world_size):
+    """The loader expects two micro-steps of 6 sequences, and gets SMALL_FIRST."""
+    ranks = [loader(5, 6, 2, world_size, rank) for rank in range(world_size)]
+    taken = []
+    for micro_steps, micro in SMALL_FIRST:
+        steps = [ids_of(own.next_step(micro_steps, micro=micro)) for own in ranks]
+        for parts in zip(*steps, strict=True):  # of the ranks, in a micro-step
+            assert [len(part) for part in parts] == [micro] * world_size
+            for part in parts:
+                taken += part
+    assert taken == list(range(5, 5 + 46 * world_size))
+    assert {own.position for own in ranks} == {5 + 46 * world_size}
+    assert {own.trained_on[BLOCK] for own in ranks} == {46 * world_size}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("done", range(1, 6))
+def test_the_steps_of_a_ramp_are_the_same_on_any_number_of_ranks(done, world_size):
+    """Stages of 6, 12, 24 and 48 sequences, of which 24 are a micro-step, on one rank, and from step `done` on others.
+    """
+    text = "6@0, 12@0.1, 24@0.3, 48@0.6"
+    plain = iter(range(1000))
+    position = 0
+    for ranks, steps in ((1, range(done)), (world_size, range(done, 6))):
+        batch = BatchSizes(24 // ranks, 2, ranks, BLOCK)
+        ramp = make_ramp(text, None, 6, batch)
+        assert [ramp.size(it) for it in range(6)] == [6, 6, 12, 12, 24, 48]
+        loaders = [loader(position, batch.micro, 2, ranks, rank) for rank in range(ranks)]
+        for it in steps:
+            made = [ids_of(own.next_step(ramp.micro_steps(it), BLOCK, ramp.micro(it))) for own in loaders]
+            for parts in zip(*made, strict=True):
+                for part in parts:
+                    assert part == [next(plain) for _ in part]
+        position = loaders[-1].position
+        assert {own.position for own in loaders} == {ramp.sequences_before(steps[-1] + 1)}
+    assert position == 108 == next(plain)
+
+
 @pytest.mark.parametrize("done", range(1, len(RAMP)))
 def test_a_ramp_goes_on_at_its_position_on_other_ranks(done):
     """12 sequences per micro-step: 6 on each of two ranks, then 4 on each of three."""
@@ -73,25 +115,37 @@ def test_a_ramp_goes_on_at_its_position_on_other_ranks(done):
 
 
 def test_steps_are_read_once_and_ahead_while_their_size_stays(monkeypatch):
-    """Begin and micro-steps of what the thread has read. 4 sequences per micro-step."""
+    """Begin, micro-steps and sequences of each, of what the thread has read."""
     read = []
     read_step = TrainBatches.read_step
 
-    def recorded(self, begin, micro_steps):
-        read.append((begin, micro_steps))
-        return read_step(self, begin, micro_steps)
+    def recorded(self, begin, micro_steps, micro):
+        read.append((begin, micro_steps, micro))
+        return read_step(self, begin, micro_steps, micro)
 
     monkeypatch.setattr(TrainBatches, "read_step", recorded)
     batches = loader(0, 4, 2, 1, 0)
     for _ in range(3):
         batches.next_step(2)
     assert STEPS_AHEAD == 2
-    expected = [(0, 2), (8, 2), (16, 2), (24, 2), (32, 2)]  # the last two before anybody asks
+    expected = [(begin, 2, 4) for begin in (0, 8, 16, 24, 32)]  # the last two before anybody asks
     assert wait_until(lambda: len(read) == 5, seconds=20) and read == expected
     assert ids_of(batches.next_step(1)) == [[24, 25, 26, 27]]  # the ramp: they are read again
     assert ids_of(batches.next_step(1)) == [[28, 29, 30, 31]]
-    again = [(begin, n) for begin, n in read if n == 1]
+    again = [(begin, n) for begin, n, _ in read if n == 1]
     assert again[:2] == [(24, 1), (28, 1)] and len(set(again)) == len(again)
+
+    # Smaller micro-batches: they are read again at the first step of them, and not at the next
+    assert wait_until(lambda: len(again_of(read, 4)) == 4, seconds=20)
+    assert ids_of(batches.next_step(1, micro=2)) == [[32, 33]]
+    assert ids_of(batches.next_step(1, micro=2)) == [[34, 35]]
+    assert wait_until(lambda: len(again_of(read, 2)) == 4, seconds=20)
+    assert again_of(read, 2) == [32, 34, 36, 38]
+
+
+def again_of(read, micro):
+    """Where the single micro-steps of so many sequences begin that were read."""
+    return [begin for begin, n, own_micro in read if n == 1 and own_micro == micro]
 
 
 def packed(block_size=BLOCK):
@@ -117,8 +171,8 @@ def test_a_steps_loss_is_the_mean_over_its_targets_whatever_the_number(world_siz
     batch = BatchSizes(2, 4, world_size, BLOCK)
     ranks = [TrainBatches(sources, 10, batch, rank, 7, 256, "cpu") for rank in range(world_size)]
     weights = []
-    for micro_steps in RAMP:
-        made = [micro_batch for own in ranks for micro_batch in own.next_step(micro_steps)]
+    for micro_steps, micro in [*((number, 2) for number in RAMP), *SMALL_FIRST]:
+        made = [micro_batch for own in ranks for micro_batch in own.next_step(micro_steps, micro=micro)]
         losses = [(1 + y.double().sin()) * (y >= 0) for _, y, _ in made]  # of each target
         counted = sum(int((y >= 0).sum()) for _, y, _ in made)
         mean = sum(own.sum() for own in losses) / counted
@@ -169,5 +223,13 @@ def test_what_is_no_number_of_micro_steps_is_refused(micro_steps):
     with pytest.raises(UserError, match=f"^micro_steps={micro_steps} must be a whole number of at"):
         batches.next_step(micro_steps)
     assert batches.position == 0
-    assert ids_of(batches.next_step(np.int64(2))) == [[0], [1]]
+    assert ids_of(batches.next_step(np.int64(2), micro=np.int64(1))) == [[0], [1]]
     assert type(batches.position) is int  # a checkpoint's manifest is JSON
+
+
+@pytest.mark.parametrize("micro", [0, -1, 1.5, 2.0, "2"])
+def test_what_is_no_number_of_sequences_is_refused(micro):
+    batches = loader(0, 1, 2, 1, 0)
+    with pytest.raises(UserError, match=f"^micro={micro} must be a whole number of at least 1: change"):
+        batches.next_step(2, micro=micro)
+    assert batches.position == 0

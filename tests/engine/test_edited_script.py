@@ -173,7 +173,7 @@ def test_ranks_make_the_same_number_of_micro_steps(train, tmp_path, loop):
     if loop == "all but one":
         script = ramp(tmp_path, "2 if ranks.rank else 3")
     else:
-        made = "for micro_batch in batches.next_step(micro_steps, ramp.length(iter_num)):"
+        made = "for micro_batch in batches.next_step(micro_steps, ramp.length(iter_num), micro):"
         script = edited_script(tmp_path, (made, made[:-1] + "[ranks.rank:]:"))
     options = []
     if loop == "ZeRO-3, summed locally":

@@ -77,7 +77,7 @@ def test_both_ramps_train_as_plain_pytorch(train, expected, ranks, zero):
 
 def test_a_loop_that_does_not_follow_the_ramp_is_refused(train, tmp_path):
     """A copy of the script from before there was one."""
-    script = edited_script(tmp_path, ("next_step(micro_steps, ramp.length(iter_num))", "next_step(micro_steps)"))
+    script = edited_script(tmp_path, ("next_step(micro_steps, ramp.length(iter_num), micro)", "next_step(micro_steps)"))
     assert len(done(train(script=script)).losses) == 4
     run = train("--length_ramp=8@0, 32@0.5", script=script)
     assert run.returncode == 2 and "Traceback" not in run.stderr

@@ -66,6 +66,32 @@ FAULTS = [
         quick=True,
     ),
     Fault(
+        subject="batch ramp, read ahead of a small stage",
+        description="what was read ahead for another micro-batch is taken",
+        file="runtime/data/loader.py",
+        function="TrainBatches.next_step",
+        old="micro != self.micro_ahead",
+        new="False",
+        test=(
+            "data/test_steps.py::"
+            "test_smaller_micro_batches_take_each_sequence_once_and_in_order[2]"
+        ),
+        quick=True,
+    ),
+    Fault(
+        subject="batch ramp, small stages",
+        description="a stage that is smaller than a micro-step takes a whole one",
+        file="runtime/data/ramp.py",
+        function="Ramp.micro",
+        old="min(self.batch.micro, per_gpu)",
+        new="self.batch.micro",
+        test=(
+            "data/test_ramp.py::test_a_stage_below_batch_size_x_gpus_is_one_smaller_micro_step["
+            "15@0, 30@0.1, 60@0.4-batch0-split0]"
+        ),
+        quick=True,
+    ),
+    Fault(
         subject="batch ramp, loss mask",
         description="a target weighs as in a step of the planned number of micro-steps",
         file="runtime/data/loader.py",

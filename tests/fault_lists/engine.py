@@ -146,6 +146,18 @@ FAULTS = [
         ),
     ),
     Fault(
+        subject="loss scale, small micro-batches",
+        description="the kernels' float16 has the scale of the planned micro-batches",
+        file="runtime/engine/engine.py",
+        function="Engine.follow_micro_batch",
+        old="tokens != self.scaled_tokens",
+        new="False",
+        test=(
+            "engine/test_zero.py::test_kernels_of_our_own_train_as_plain_pytorch[2 ranks-stage 2 "
+            "local]"
+        ),
+    ),
+    Fault(
         subject="loss scale, re-shard",
         description="a resume at another ZeRO stage starts with the JSON's loss scale",
         file="runtime/engine/layout.py",
