@@ -63,6 +63,14 @@ class Ramp:
         return value_at(iteration, self.lengths, self.length_starts)
 
     @property
+    def whole_from(self) -> int:
+        """The number of iterations before the first step that has micro-batches of batch_size."""
+        for size, start in zip(self.sizes, self.starts, strict=True):
+            if size >= self.batch.per_micro_step:
+                return start
+        return self.max_iters
+
+    @property
     def possible_lengths(self) -> list[int]:
         """The lengths that a sequence can be cut into: an edited loop may take any of them."""
         block_size = self.lengths[-1]

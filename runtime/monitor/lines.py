@@ -64,6 +64,18 @@ def loss_record(
     return record
 
 
+def format_peak(measured: float, planned: float, iter_num: int, whole_from: int) -> str:
+    """Return the peak memory for the console.
+
+    measured: bytes so far, after iter_num steps. planned: bytes with micro-batches of batch_size,
+    which begin after whole_from steps.
+    """
+    since = ""
+    if iter_num <= whole_from:  # a batch ramp has smaller ones so far
+        since = f" from step {whole_from:,} on, with micro-batches of batch_size"
+    return f"peak memory {measured / 1e9:.1f} GB (estimated: {planned / 1e9:.1f} GB{since})"
+
+
 def format_losses(record: Mapping) -> str:
     """Return the losses of a record for the console, without the closing parenthesis."""
     train = f"train loss {record['train_loss']:.4f}"

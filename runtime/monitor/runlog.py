@@ -27,7 +27,7 @@ from runtime.git import git_commit
 from runtime.hardware import machine_record, peak_flops, peak_memory
 from runtime.monitor.health import StragglerDetector
 from runtime.monitor.history import append_history, read_history, series, trim_history
-from runtime.monitor.lines import format_losses, format_step, loss_record
+from runtime.monitor.lines import format_losses, format_peak, format_step, loss_record
 from runtime.monitor.loggers import Loggers
 from runtime.output import printable
 from runtime.version import project_version
@@ -203,8 +203,7 @@ class RunLog:
         if self.device.type == "cuda" and self.clock_iter == self.first_iter + 1:
             # Of PyTorch's tensors
             planned = sum(self.memory_plan.values()) - self.memory_plan["CUDA and NCCL"]
-            measured = record["memory"]
-            print0(f"peak memory {measured / 1e9:.1f} GB (estimated: {planned / 1e9:.1f} GB)")
+            print0(format_peak(record["memory"], planned, iter_num, self.ramp.whole_from))
         self.restart_clock(iter_num, batches, paused=True)
         self.second_step = self.second_step or (self.clock, self.clock_flops)
 

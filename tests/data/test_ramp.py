@@ -28,6 +28,7 @@ def test_without_a_ramp_all_steps_are_equal():
     ramp = make_ramp(None, None, 10, BATCH)
     assert [ramp.size(i) for i in (0, 9, 20)] == [32, 32, 32]
     assert [(ramp.micro_steps(i), ramp.micro(i)) for i in (0, 9, 20)] == [(8, 2)] * 3
+    assert ramp.whole_from == 0
     assert [ramp.sequences_before(i) for i in (0, 7, 20)] == [0, 224, 640]
 
 
@@ -47,6 +48,7 @@ def test_a_stage_below_batch_size_x_gpus_is_one_smaller_micro_step(text, batch, 
     for begin, end, expected in zip(ramp.starts, (*ramp.starts[1:], 1200), split, strict=True):
         for it in (begin, end - 1):
             assert (ramp.micro_steps(it), ramp.micro(it)) == expected
+            assert (ramp.micro(it) == batch[0]) == (it >= ramp.whole_from)
     assert ramp.starts == make_ramp(text, None, 1000, BatchSizes(1, 60, 1, 1024)).starts
 
 

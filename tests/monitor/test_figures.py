@@ -8,6 +8,7 @@ import torch
 from conftest import done
 
 from runtime.checkpoint.load import load_model
+from runtime.monitor.lines import format_peak
 
 # A clock that moves by 0.3 s in each micro-step and 7 s in each batch of an evaluation.
 # Each look takes a nanosecond, because a save divides by its time. Waiting for data takes 0.125 s
@@ -129,3 +130,12 @@ def test_an_evaluation_is_that_of_plain_pytorch(train, characters):
         # Each character is one byte
         bits = record["val_loss"] / math.log(2)
         assert record["bits_per_byte"] == pytest.approx(bits, rel=1e-9)
+
+
+@pytest.mark.parametrize("iter_num, whole_from, told", [
+    (2, 0, "peak memory 10.3 GB (estimated: 40.0 GB)"),
+    (1201, 1200, "peak memory 10.3 GB (estimated: 40.0 GB)"),
+    (1200, 1200, "peak memory 10.3 GB (estimated: 40.0 GB from step 1,200 on, with micro-batches of batch_size)"),
+])
+def test_the_planned_peak_is_of_whole_micro_batches(iter_num, whole_from, told):
+    assert format_peak(10.26e9, 40e9, iter_num, whole_from) == told
