@@ -215,7 +215,7 @@ def check_sizes(text: str, sizes: tuple[int, ...], batch: BatchSizes) -> None:
 
     # Each step is made of whole micro-steps, or is smaller than one
     for size in sizes:
-        if not is_split_by(batch.per_micro_step, size):
+        if not are_split_by(batch.per_micro_step, (size,)):
             raise UserError(
                 f"batch_ramp={text}: {size} is above batch_size x GPUs = {batch.per_micro_step} "
                 f"and not divisible by it: use {settings_that_fit(sizes, batch)}, or change the "
@@ -239,15 +239,15 @@ def settings_that_fit(sizes: tuple[int, ...], batch: BatchSizes) -> str:
     """Return the settings with the largest batch_size, up to the run's, that fit these sizes."""
     # With 1, which ends the loop, all sizes are multiples of the number of GPUs
     micro = batch.micro
-    while not all(is_split_by(micro * batch.world_size, size) for size in sizes):
+    while not are_split_by(micro * batch.world_size, sizes):
         micro -= 1
     accumulation = sizes[-1] // (micro * batch.world_size)
     return f"--batch_size={micro} --gradient_accumulation_steps={accumulation}"
 
 
-def is_split_by(per_micro_step: int, size: int) -> bool:
-    """Return whether a step of so many sequences is whole micro-steps, or smaller than one."""
-    return size <= per_micro_step or size % per_micro_step == 0
+def are_split_by(per_micro_step: int, sizes: tuple[int, ...]) -> bool:
+    """Return whether steps of so many sequences are whole micro-steps, or smaller than one."""
+    return all(size <= per_micro_step or size % per_micro_step == 0 for size in sizes)
 
 
 def stages_of_length(text: str, block_size: int) -> list[tuple[int, float]]:

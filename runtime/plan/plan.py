@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from runtime.data.ramp import Ramp
+from runtime.data.ramp import Ramp, are_split_by
 from runtime.plan.memory import MemoryInputs
 from runtime.plan.start import Start
 
@@ -29,3 +29,9 @@ class RunPlan(MemoryInputs):
     tag_bytes: int  # of a checkpoint
     tokenizer: tuple | None  # (encode, decode), if sample_interval is set
     notes: tuple[str, ...]
+
+    def splits(self) -> list[MemoryInputs]:
+        """Return the plan with each micro-batch that divides its sequences and fits its ramp, in
+        falling order."""
+        runs = super().splits()
+        return [run for run in runs if are_split_by(run.batch.per_micro_step, self.ramp.sizes)]

@@ -1,5 +1,7 @@
 """A batch ramp whose early stages are smaller than one micro-batch: right, or one sentence."""
 
+import re
+
 import numpy as np
 import pytest
 from conftest import done, edited_script, stage
@@ -128,6 +130,17 @@ def test_a_stage_between_micro_steps_is_refused(train):
     assert run.returncode == 2 and "Traceback" not in run.stderr
     told = "batch_ramp=1@0, 3@0.2, 4@0.6: 3 is above batch_size x GPUs = 2 and not divisible by it: use "
     assert f"{told}--batch_size=1 --gradient_accumulation_steps=4, or change the ramp" in run.stderr
+
+
+def test_the_advice_on_memory_fits_the_ramp(train):
+    """20 divides the last stage, but not the second one."""
+    options = ("--n_layer=24", "--n_head=16", "--n_embd=1024", "--block_size=1024", "--dtype=bfloat16",
+               "--target_gpu=24", "--dry_run=True", "--batch_size=60", "--gradient_accumulation_steps=1")
+    for ramp, fits in (("15@0, 30@0.1, 60@0.4", {"15", "60"}), ("15@0, 60@0.4", {"15", "20", "60"})):
+        run = train(*options, f"--batch_ramp={ramp}")
+        advice = run.stdout.partition("It doesn't fit. Add one of these to your command")[2]
+        sizes = re.findall(r"--batch_size=(\d+) ", advice)
+        assert set(sizes) == fits, run.stdout + run.stderr
 
 
 def test_a_loop_that_does_not_follow_the_ramp_is_refused(train, tmp_path):
