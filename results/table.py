@@ -268,16 +268,17 @@ def suites():
 
 
 def compact():
-    """GPT-2 XL with gradient checkpointing on one H200: results/compact.py speed."""
-    (file,) = read("h200_x1_compact.json")
+    """GPT-2 XL with gradient checkpointing on H200s: results/compact.py speed."""
     rows = []
-    for split, ways in file["runs"].items():
-        plain, ours = ways["fp32"], ways["compact"]
-        ratio = ours["ms"]["median"] / plain["ms"]["median"]
-        rows.append([split.replace("x", " x "), f"{plain['ms']['median']:.0f}", f"{ours['ms']['median']:.0f}",
-                     f"{ratio:.3f}", f"{plain['peak_gb']:.1f}", f"{ours['peak_gb']:.1f}", link(file)])
-    return markdown([SPLIT, "float32 state, ms per step", "compact, ms per step", "ratio", "float32 state, peak GB",
-                     "compact, peak GB", SOURCE], rows)
+    for file in read("h200_x[0-9]_compact.json"):
+        gpus = file["hardware"].split()[0]
+        for split, ways in file["runs"].items():
+            plain, ours = ways["fp32"], ways["compact"]
+            ratio = ours["ms"]["median"] / plain["ms"]["median"]
+            rows.append([gpus, split.replace("x", " x "), f"{plain['ms']['median']:.0f}", f"{ours['ms']['median']:.0f}",
+                         f"{ratio:.3f}", f"{plain['peak_gb']:.1f}", f"{ours['peak_gb']:.1f}", link(file)])
+    return markdown(["GPUs", SPLIT, "float32 state, ms per step", "compact, ms per step", "ratio",
+                     "float32 state, peak GB", "compact, peak GB", SOURCE], rows)
 
 
 TABLES = {
