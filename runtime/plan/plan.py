@@ -28,6 +28,7 @@ class RunPlan(MemoryInputs):
     eval_windows: int  # sequences per evaluation and dataset, over all ranks
     tag_bytes: int  # of a checkpoint
     tokenizer: tuple | None  # (encode, decode), if sample_interval is set
+    has_several_nodes: bool
     notes: tuple[str, ...]
 
     def splits(self) -> list[MemoryInputs]:

@@ -175,7 +175,7 @@ def time_lines(plan: RunPlan) -> list[str]:
     s = plan.settings
     if not plan.execution.peak_flops or s.eval_only or s.batch_ramp or s.length_ramp:
         return []
-    line = step_time.time_line(plan, s.max_iters)
+    line = step_time.time_line(plan, s.max_iters, plan.has_several_nodes)
     return [line] if line else []
 
 

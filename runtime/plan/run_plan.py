@@ -68,8 +68,7 @@ def plan_run(settings: Any, ranks: Ranks) -> RunPlan:
     plan = make_plan(settings, ranks, problems, [])
     exit_together(problems)
     assert plan is not None  # else there are problems
-    has_several_nodes = ranks.local_world_size < ranks.world_size
-    exit_if_ranks_differ(plan, has_several_nodes and not settings.dry_run)
+    exit_if_ranks_differ(plan, plan.has_several_nodes and not settings.dry_run)
     return plan
 
 
@@ -131,6 +130,7 @@ def make_plan(settings: Any, ranks: Ranks, problems: Problems, notes: list[str])
         eval_windows=eval_windows,
         tag_bytes=size,
         tokenizer=tokenizer,
+        has_several_nodes=ranks.local_world_size < ranks.world_size,
         notes=(*notes, *repeats, *notes_of_files(file_problems)),
     )
 

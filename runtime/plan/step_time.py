@@ -14,8 +14,8 @@ FASTEST_MS = 597  # per step of 32 sequences, at 32 x 1
 FASTEST_MFU = 0.571
 CPU_STEP_MS = {"zero2": 400, "zero3": 2170}  # of the optimizer, with offload
 SPARED_BY_FP8 = 0.24  # of a step
-# With compact optimizer state: measured 0.995 to 0.999 (results/h200_x1_compact.json). Above 1, so
-# that float32 state is proposed first where both fit
+# With compact optimizer state: measured 0.995 to 1.002 (results/h200_x1_compact.json and
+# h200_x2_compact.json). Above 1, so that float32 state is proposed first where both fit
 COMPACT_TIME = 1.01
 LEAST, MOST = 0.8, 2.0  # of the estimate: what other GPUs and models take
 WORTH_SAYING_S = 0.005  # below that, launches take longer than the GPU's work
@@ -55,7 +55,7 @@ def step_seconds(run: MemoryInputs) -> float:
     return relative * flops_per_gpu / (FASTEST_MFU * run.execution.peak_flops)
 
 
-def time_line(run: MemoryInputs, steps: int) -> str | None:
+def time_line(run: MemoryInputs, steps: int, has_several_nodes: bool) -> str | None:
     """Return the estimated time per step and of the run as text, or None for small models.
 
     It is a range, or "at least" with offload and without our fast paths, which wait for the CPU
@@ -72,7 +72,10 @@ def time_line(run: MemoryInputs, steps: int) -> str | None:
     if run.paths.step.taken:
         per_step = f"{1000 * LEAST * seconds:,.0f} to {1000 * MOST * seconds:,.0f}"
         in_all += f" to {format_time(steps * MOST * seconds)}"
+    left_out = "evaluations and saves"
+    if has_several_nodes:
+        left_out = "evaluations, saves and the network between nodes"
     return (
         f"time       {per_step} ms per step, {in_all} for {counted(steps, 'step')}, without "
-        "evaluations and saves"
+        f"{left_out}"
     )

@@ -32,10 +32,10 @@ def dry_run(*args, **env):
     return done(launch(ROOT / "train_deepspeed.py", *XL, *args, **env)).stdout
 
 
-def report(*args, ranks=1):
+def report(*args, ranks=1, per_node=None):
     """What a dry run of these prints, in this process."""
     settings = settings_of_script(str(ROOT / "train_deepspeed.py"), [*args, "--dry_run=True"])
-    plan = make_plan(settings, ranks := Ranks(0, 0, ranks, ranks), Problems(), [])
+    plan = make_plan(settings, ranks := Ranks(0, 0, ranks, per_node or ranks), Problems(), [])
     return f"{summary(plan)}\n{memory_report(plan, ranks)}"
 
 
@@ -143,6 +143,10 @@ def test_the_planned_time_holds_what_was_measured():
     assert "\ntime " not in report(XL[0], "--target_gpu=24")
     offload = "--deepspeed_config=config/ds/zero2_offload.json"  # the CPU's time is not known
     assert re.search("^time       at least [0-9,]+ ms per step", report(XL[0], "--target_gpu=4090", offload), re.M)
+    # No figure is of a network
+    for per_node, left_out in ((8, "and saves"), (4, ", saves and the network between nodes")):
+        told = report("config/train_gpt2.py", "--target_gpu=H200", ranks=8, per_node=per_node)
+        assert re.search(f"^time .*, without evaluations ?{left_out}$", told, re.M), per_node
     # GPT-2 XL's 597 ms on an H200 take 6 times as long on a 4090, but the CPU's 400 ms don't
     fast, slow = (relative_step_time(32, False, "zero2_offload", speed) for speed in (1, 165 / 989))
     assert fast - slow == pytest.approx(400 / 597 * (1 - 165 / 989))
