@@ -26,7 +26,7 @@ from runtime.paths import PATH_SETTINGS
 
 SCRIPT = ROOT / "train_deepspeed.py"
 CONFIGS = [*sorted((ROOT / "config").glob("*.py")), ROOT / "examples" / "instructions" / "config.py"]
-JSONS = sorted([*ROOT.glob("*.json"), *ROOT.glob("config/ds/*.json")])
+JSONS = sorted([*ROOT.glob("ds_config_*.json"), *ROOT.glob("config/ds/*.json")])
 DEFAULTS = {"out_dir": "out", "max_iters": 20, "learning_rate": 3e-5, "eval_only": False, "n_layer": None,
             "min_lr": None, "schedule": "cosine", "compile": "auto"}
 ANNOTATIONS = {"n_layer": int | None, "min_lr": float | None, "schedule": Literal["cosine", "linear"],
