@@ -171,10 +171,9 @@ def check_settings(args: argparse.Namespace, argv: list[str]) -> None:
             f"--baseline={args.baseline} trains all weights with AdamW: drop it, or add "
             "--lora_rank=0 --optimizer=adamw"
         )
-    if args.baseline and (settings.batch_ramp or settings.length_ramp):
+    if settings.batch_ramp or settings.length_ramp:
         exit_with_error(
-            f"--baseline={args.baseline} has steps of one size: drop it, or leave out batch_ramp "
-            "and length_ramp"
+            "bench.py measures steps of one size: add --batch_ramp=None --length_ramp=None"
         )
 
 

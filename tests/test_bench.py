@@ -46,7 +46,7 @@ def test_train_and_a_baseline(characters, tmp_path, baseline, name):
     (["--batch=8"], "there is no setting 'batch': did you mean 'batch_size'?"),
     (["--baseline=pytorch", "--lora_rank=4", "--init_from=gpt2"], "--baseline=pytorch trains all weights with AdamW: "),
     (["--baseline=hf", "--init_from=scratch", "--optimizer=muon"], "--baseline=hf trains all weights with AdamW: "),
-    (["--baseline=hf", "--init_from=scratch", "--batch_ramp=8@0, 16@0.5"], "--baseline=hf has steps of one size: "),
+    (["--baseline=hf", "--init_from=scratch", "--batch_ramp=8@0, 16@0.5"], "bench.py measures steps of one size: "),
     (["--target_gpu=4090", "--dry_run=True"], "bench.py measures on this machine: drop --dry_run and "),
     (["--json=docs"], "--json=docs can't be written: "), (["--repeats=0"], "--repeats must be at least 1")])
 def test_mistakes_are_one_line(args, sentence):
