@@ -55,6 +55,24 @@ def is_adamw(optimizer: torch.optim.Optimizer) -> bool:
     return not any(hooks) and not is_replaced
 
 
+def describe_optimizer(optimizer: torch.optim.Optimizer) -> str:
+    """Return an optimizer for a sentence: its class, and if it is an AdamW that is_adamw()
+    refuses, why."""
+    name = type(optimizer).__name__
+    if type(optimizer) is not torch.optim.AdamW or is_adamw(optimizer):
+        return name
+
+    reasons = []
+    for option in ADAMW_OPTIONS:
+        if any(group.get(option) for group in optimizer.param_groups):
+            reasons.append(option)
+    if not all(group.get("decoupled_weight_decay", True) for group in optimizer.param_groups):
+        reasons.append("decoupled_weight_decay=False")
+    if not reasons:
+        reasons.append("hooks or a step() of its own")
+    return f"{name} with {' and '.join(reasons)}"
+
+
 def keep_rates_of_groups(optimizer: torch.optim.Optimizer) -> None:
     """Give each group with a learning rate of its own its "lr_ratio", as Muon's groups have one.
 

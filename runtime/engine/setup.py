@@ -16,6 +16,7 @@ from torch import nn
 from runtime.cluster.ranks import all_exit_on, all_reduce_sum, print0, silence_stdout
 from runtime.engine.any_optimizer import (
     check_elementwise,
+    describe_optimizer,
     is_adamw,
     keep_rates_of_groups,
     optimizer_name,
@@ -256,7 +257,8 @@ def check_groups(optimizer: torch.optim.Optimizer) -> None:
     if any(is_muon(group) for group in optimizer.param_groups):
         raise UserError(
             "optimizer=muon gives the matrices of the blocks a learning rate for Muon, and the "
-            f"optimizer is {optimizer_name(optimizer)}: add --optimizer=adamw, or put AdamW back"
+            f"optimizer is {describe_optimizer(optimizer)}: add --optimizer=adamw, or put AdamW "
+            "back"
         )
 
 
@@ -301,7 +303,7 @@ def replace_gradients_and_step(layout: Layout, paths: FastPaths) -> OurStep | No
             if not is_adamw(layout.optimizer):
                 raise UserError(
                     "compact_optimizer=True is for AdamW and Muon, and the optimizer is "
-                    f"{optimizer_name(layout.optimizer)}: drop the setting"
+                    f"{describe_optimizer(layout.optimizer)}: drop the setting"
                 )
         layout.make_compact()
     # Do the gradients of micro-steps stay on their rank? One rank has nothing to reduce, whatever

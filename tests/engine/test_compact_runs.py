@@ -193,3 +193,11 @@ def test_another_optimizer_is_refused(train, tmp_path):
     run = train(*COMPACT, script=edited_script(tmp_path, edit))
     assert run.returncode == 2 and not run.losses
     assert "compact_optimizer=True is for AdamW and Muon, and the optimizer is SGD" in run.stderr
+
+
+def test_an_option_of_adamw_in_a_group_is_refused_by_its_name(train, tmp_path):
+    edit = ("adamw = setup.make_adamw(", "groups[-1]['maximize'] = True\nadamw = setup.make_adamw(")
+    run = train(*COMPACT, script=edited_script(tmp_path, edit))
+    assert run.returncode == 2 and not run.losses
+    told = "compact_optimizer=True is for AdamW and Muon, and the optimizer is AdamW with maximize: drop the setting"
+    assert told in run.stderr
