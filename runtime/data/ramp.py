@@ -13,17 +13,17 @@ the cut, so a step keeps its tokens, and the data has the same order with a leng
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from runtime.data.loader import BatchSizes
 from runtime.errors import UserError
+from runtime.output import counted
 
 EXAMPLES = {
     "batch_ramp": '--batch_ramp="8@0, 16@0.1, 32@0.3"',
     "length_ramp": '--length_ramp="256@0, 512@0.2, 1024@0.45"',
 }
 UNITS = {"batch_ramp": "sequences", "length_ramp": "tokens"}
-MOST_GPUS = 1024  # that a message names
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,19 @@ class Ramp:
             if size >= self.batch.per_micro_step:
                 return start
         return self.max_iters
+
+    @property
+    def stages_without_steps(self) -> list[str]:
+        """The stages that no step of the run is in, as text, such as "32 sequences"."""
+        missing = []
+        of_batch = ("sequences", self.sizes, self.starts)
+        of_length = ("tokens", self.lengths, self.length_starts)
+        for unit, values, starts in (of_batch, of_length):
+            ends = (*starts[1:], self.max_iters)
+            for value, start, end in zip(values, starts, ends, strict=True):
+                if start >= end:
+                    missing.append(f"{value:,} {unit}")
+        return missing
 
     @property
     def possible_lengths(self) -> list[int]:
@@ -150,7 +163,9 @@ def parse_stages(setting: str, text: str) -> list[tuple[int, float]]:
     shares = [share for _, share in stages]
     if shares[0] != 0 or shares[-1] >= 1:
         raise UserError(f"{setting}={text}: begin at share 0, and stay below 1")
-    if values[0] < 1 or values != sorted(set(values)):
+    if values[0] < 1:
+        raise UserError(f"{setting}={text}: each stage needs at least 1 of the {unit}")
+    if values != sorted(set(values)):
         raise UserError(f"{setting}={text}: each stage needs more {unit} than the one before")
     if shares != sorted(set(shares)):
         raise UserError(f"{setting}={text}: each stage needs a larger share than the one before")
@@ -189,7 +204,8 @@ def stages_of_batch(
     if sizes[-1] != batch.sequences:
         raise UserError(
             f"batch_ramp={text} ends with {sizes[-1]} sequences, but batch_size x GPUs x "
-            f"gradient_accumulation_steps = {batch.sequences}: make them equal"
+            f"gradient_accumulation_steps = {batch.sequences}: use "
+            f"{settings_that_fit(sizes, batch)}, or change the ramp"
         )
 
     # A ramp keeps max_iters, so the shares are of the tokens of the run with the ramp. A stage
@@ -210,7 +226,7 @@ def check_sizes(text: str, sizes: tuple[int, ...], batch: BatchSizes) -> None:
         if size % batch.world_size:
             raise UserError(
                 f"batch_ramp={text}: {size} is not divisible by the number of GPUs, "
-                f"{batch.world_size}: use {numbers_of_gpus(sizes)}, or change the ramp"
+                f"{batch.world_size}: use {gpus_that_fit(sizes, batch)}, or change the ramp"
             )
 
     # Each step is made of whole micro-steps, or is smaller than one
@@ -223,26 +239,25 @@ def check_sizes(text: str, sizes: tuple[int, ...], batch: BatchSizes) -> None:
             )
 
 
-def numbers_of_gpus(sizes: tuple[int, ...]) -> str:
-    """Return the numbers of GPUs that divide all sizes as text, such as "1, 3 or 9 GPUs"."""
-    common = math.gcd(*sizes)
-    numbers = []
-    for number in range(1, min(common, MOST_GPUS) + 1):
-        if common % number == 0:
-            numbers.append(str(number))
-    if len(numbers) == 1:
-        return "1 GPU"
-    return f"{', '.join(numbers[:-1])} or {numbers[-1]} GPUs"
+def gpus_that_fit(sizes: tuple[int, ...], batch: BatchSizes) -> str:
+    """Return the next smaller number of GPUs that divides all sizes, with settings for it."""
+    # With 1, which ends the loop, it does
+    number = batch.world_size - 1
+    while math.gcd(*sizes) % number:
+        number -= 1
+    fewer = replace(batch, world_size=number)
+    return f"{counted(number, 'GPU')} with {settings_that_fit(sizes, fewer)}"
 
 
 def settings_that_fit(sizes: tuple[int, ...], batch: BatchSizes) -> str:
     """Return the settings with the largest batch_size, up to the run's, that fit these sizes."""
-    # With 1, which ends the loop, all sizes are multiples of the number of GPUs
-    micro = batch.micro
-    while not are_split_by(micro * batch.world_size, sizes):
+    # The last size is a whole number of micro-steps. With 1, which ends the loop, all fit, because
+    # the number of GPUs divides them
+    last = sizes[-1] // batch.world_size
+    micro = min(batch.micro, last)
+    while last % micro or not are_split_by(micro * batch.world_size, sizes):
         micro -= 1
-    accumulation = sizes[-1] // (micro * batch.world_size)
-    return f"--batch_size={micro} --gradient_accumulation_steps={accumulation}"
+    return f"--batch_size={micro} --gradient_accumulation_steps={last // micro}"
 
 
 def are_split_by(per_micro_step: int, sizes: tuple[int, ...]) -> bool:

@@ -174,10 +174,11 @@ def note_batch(where: str, manifest: Mapping, batch: BatchSizes, notes: list[str
     per_rank = before["batch_size"] * before["gradient_accumulation_steps"]
     per_step = manifest["world_size"] * per_rank
     if per_step != batch.sequences:
+        after_ramp = " after its batch_ramp" if before.get("batch_ramp") else ""
         notes.append(
-            f"{where} was trained with {counted(per_step, 'sequence')} per step, and this run has "
-            f"{batch.sequences:,}: it continues after the {state['sequences']:,} that were trained "
-            "on"
+            f"{where} was trained with {counted(per_step, 'sequence')} per step{after_ramp}, and "
+            f"this run has {batch.sequences:,}: it continues after the {state['sequences']:,} that "
+            "were trained on"
         )
 
 

@@ -11,7 +11,7 @@ from runtime.plan.problems import Problems
 
 # Texts that the loop of a training script has
 OUR_LENGTH = "ramp.length("
-OUR_MICRO = "ramp.micro("
+OUR_STEPS = ("ramp.micro_steps(", "ramp.micro(")
 
 
 def ramp_of(s: Any, batch: BatchSizes) -> Ramp:
@@ -37,6 +37,17 @@ def check_ramp(s: Any, data: dict | None, batch: BatchSizes, problems: Problems)
         )
 
 
+def note_missing_stages(ramp: Ramp) -> list[str]:
+    """Return a note if no step of the run is in some of a ramp's stages."""
+    missing = ramp.stages_without_steps
+    if not missing or not ramp.max_iters:
+        return []
+    return [
+        f"the run has no step of {' and '.join(missing)}, although a ramp names them: "
+        f"max_iters={ramp.max_iters:,} is too small for its shares"
+    ]
+
+
 def check_loop(s: Any, ramp: Ramp, problems: Problems) -> None:
     """Add a problem if the loop of an edited script doesn't follow a ramp."""
     code = Path(s.script).read_text(encoding="utf-8")
@@ -44,14 +55,16 @@ def check_loop(s: Any, ramp: Ramp, problems: Problems) -> None:
 
     # A stage that is smaller than a micro-step. Without such a stage, older loops are right
     smallest = ramp.sizes[0]
-    if smallest < ramp.batch.per_micro_step and OUR_MICRO not in code:
+    follows = all(text in code for text in OUR_STEPS)
+    if smallest < ramp.batch.per_micro_step and not follows:
         micro = math.gcd(*ramp.sizes) // ramp.batch.world_size
         accumulation = ramp.sizes[-1] // (micro * ramp.batch.world_size)
         problems.add(
             f"batch_ramp={s.batch_ramp}: {smallest} is below batch_size x GPUs = "
-            f"{ramp.batch.per_micro_step}, which needs batches.next_step(micro_steps, "
-            f"ramp.length(iter_num), ramp.micro(iter_num)) in the loop of {name}: edit it, or use "
-            f"--batch_size={micro} --gradient_accumulation_steps={accumulation}"
+            f"{ramp.batch.per_micro_step}, which needs micro_steps = ramp.micro_steps(iter_num) "
+            "and batches.next_step(micro_steps, ramp.length(iter_num), ramp.micro(iter_num)) in "
+            f"the loop of {name}: edit it, or use --batch_size={micro} "
+            f"--gradient_accumulation_steps={accumulation}"
         )
 
     if s.length_ramp is not None and OUR_LENGTH not in code:

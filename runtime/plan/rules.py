@@ -126,8 +126,8 @@ RULES = (
     ),
     Rule(
         lambda s: s.batch_ramp is not None and s.batch_size == "auto",
-        "batch_ramp={s.batch_ramp} needs a number for batch_size, not auto: try "
-        "--batch_size={s.requested[batch_size]}",
+        "batch_ramp={s.batch_ramp} needs a number for batch_size, not auto: choose one, so that "
+        "batch_size x GPUs x gradient_accumulation_steps is the last number of the ramp",
     ),
     Rule(
         lambda s: set(s.out_dir) & set("*?["),

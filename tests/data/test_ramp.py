@@ -6,6 +6,7 @@ import pytest
 from runtime.data.loader import BatchSizes
 from runtime.data.ramp import make_ramp
 from runtime.errors import UserError
+from runtime.plan.ramps import note_missing_stages
 
 BATCH = BatchSizes(micro=2, accumulation=8, world_size=2, block_size=1024)
 
@@ -91,7 +92,7 @@ def test_a_ramp_of_no_steps():
         ("512@0, 256@0.2, 1024@0.5", "each stage needs more tokens than the one before"),
         ("256@0, 512@0.5, 1024@0.3", "larger share than"),
         ("256@0, 2048@0.3", "2048 is above block_size=1024"),
-        ("0@0, 1024@0.3", "more tokens than"),
+        ("0@0, 1024@0.3", "each stage needs at least 1 of the tokens"),
         ("300@0, 1024@0.3", "block_size=1024 is not divisible by 300"),
         ("256@0, 512@0.5", "ends with 512 tokens, but block_size=1024"),
     ],
@@ -110,6 +111,7 @@ def test_what_is_refused_as_a_length(text, message):
         ("8@0, 32@1", "stay below 1"),
         ("16@0, 8@0.2, 32@0.5", "more sequences than"),
         ("8@0, 16@0.5, 32@0.3", "larger share than"),
+        ("0@0, 32@0.5", "batch_ramp=0@0, 32@0.5: each stage needs at least 1 of the sequences"),
         ("8@0, 16@0.5", "ends with 16 sequences"),
     ],
 )
@@ -136,17 +138,20 @@ def test_what_is_refused(text, message):
         (
             "15@0, 30@0.1, 60@0.4",
             (30, 1, 2),
-            "15 is not divisible by the number of GPUs, 2: use 1, 3, 5 or 15 GPUs, or change the ramp",
+            "15 is not divisible by the number of GPUs, 2: use 1 GPU with --batch_size=30 "
+            "--gradient_accumulation_steps=2, or change the ramp",
         ),
         (
             "7@0, 30@0.1, 60@0.4",
             (15, 1, 4),
-            "7 is not divisible by the number of GPUs, 4: use 1 GPU, or change the ramp",
+            "7 is not divisible by the number of GPUs, 4: use 1 GPU with --batch_size=15 "
+            "--gradient_accumulation_steps=4, or change the ramp",
         ),
         (
             "14@0, 28@0.4",
             (7, 1, 4),
-            "14 is not divisible by the number of GPUs, 4: use 1, 2, 7 or 14 GPUs, or change the ramp",
+            "14 is not divisible by the number of GPUs, 4: use 2 GPUs with --batch_size=7 "
+            "--gradient_accumulation_steps=2, or change the ramp",
         ),
     ],
 )
@@ -154,3 +159,15 @@ def test_a_stage_that_does_not_fit_the_gpus_is_refused_with_the_fix(text, batch,
     with pytest.raises(UserError) as refused:
         make_ramp(text, None, 100, BatchSizes(*batch, block_size=1024))
     assert str(refused.value) == f"batch_ramp={text}: {told}"
+
+
+@pytest.mark.parametrize("text, max_iters, missing", [
+    ("3@0, 72@0.5", 12, ["72 sequences"]),
+    ("6@0, 12@0.2, 72@0.99", 1, ["6 sequences", "72 sequences"]),
+    ("6@0, 72@0.5", 100, []),
+])
+def test_a_stage_without_a_step_is_named(text, max_iters, missing):
+    ramp = make_ramp(text, None, max_iters, BatchSizes(24, 1, 3, block_size=1024))
+    told = ramp.stages_without_steps
+    assert told == missing
+    assert ("no step of" in " ".join(note_missing_stages(ramp))) == bool(missing)

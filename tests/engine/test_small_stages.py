@@ -121,8 +121,8 @@ def test_a_resume_on_a_number_of_ranks_that_does_not_divide_a_stage_is_refused(t
     run = train(*COMMON, RAMP, "--batch_size=6", "--gradient_accumulation_steps=1", "--init_from=resume", ranks=4,
                 out_dir=first.out_dir)
     assert run.returncode == 2 and "Traceback" not in run.stderr
-    told = "batch_ramp=6@0, 12@0.2, 24@0.6: 6 is not divisible by the number of GPUs, 4: use 1, 2, 3 or 6 GPUs, or "
-    assert f"{told}change the ramp" in run.stderr
+    told = "batch_ramp=6@0, 12@0.2, 24@0.6: 6 is not divisible by the number of GPUs, 4: use 3 GPUs with "
+    assert f"{told}--batch_size=2 --gradient_accumulation_steps=4, or change the ramp" in run.stderr
 
 
 def test_a_stage_between_micro_steps_is_refused(train):
@@ -150,12 +150,16 @@ def test_a_loop_that_does_not_follow_the_ramp_is_refused(train, tmp_path):
         ("    micro = ramp.micro(iter_num)  # sequences per GPU in each\n", ""),
         ("next_step(micro_steps, ramp.length(iter_num), micro)", "next_step(micro_steps, ramp.length(iter_num))"),
     ]
+    # With only one of the two edits, a small stage would have no micro-step
+    half = edited_script(tmp_path, edits[0])
+    run = train("--batch_ramp=1@0, 4@0.5", script=half)
+    assert run.returncode == 2 and "needs micro_steps = ramp.micro_steps(iter_num) and" in run.stderr
     script = edited_script(tmp_path, *edits)
     assert len(done(train("--batch_ramp=2@0, 4@0.5", "--length_ramp=8@0, 32@0.5", script=script)).losses) == 4
     run = train("--batch_ramp=1@0, 4@0.5", script=script)
     assert run.returncode == 2 and "Traceback" not in run.stderr
     assert (
-        "batch_ramp=1@0, 4@0.5: 1 is below batch_size x GPUs = 2, which needs batches.next_step(micro_steps, "
-        "ramp.length(iter_num), ramp.micro(iter_num)) in the loop of train_edited.py: edit it, or use "
-        "--batch_size=1 --gradient_accumulation_steps=4\n" in run.stderr
+        "batch_ramp=1@0, 4@0.5: 1 is below batch_size x GPUs = 2, which needs micro_steps = "
+        "ramp.micro_steps(iter_num) and batches.next_step(micro_steps, ramp.length(iter_num), ramp.micro(iter_num)) "
+        "in the loop of train_edited.py: edit it, or use --batch_size=1 --gradient_accumulation_steps=4\n" in run.stderr
     )
