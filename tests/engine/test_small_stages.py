@@ -122,7 +122,9 @@ def test_a_resume_on_a_number_of_ranks_that_does_not_divide_a_stage_is_refused(t
                 out_dir=first.out_dir)
     assert run.returncode == 2 and "Traceback" not in run.stderr
     told = "batch_ramp=6@0, 12@0.2, 24@0.6: 6 is not divisible by the number of GPUs, 4: use 3 GPUs with "
-    assert f"{told}--batch_size=2 --gradient_accumulation_steps=4, or change the ramp" in run.stderr
+    assert f"{told}--batch_size=4 --gradient_accumulation_steps=2, or change the ramp" in run.stderr
+    done(train(*COMMON, RAMP, "--batch_size=4", "--gradient_accumulation_steps=2", "--init_from=resume", ranks=3,
+               out_dir=first.out_dir))
 
 
 def test_a_stage_between_micro_steps_is_refused(train):
