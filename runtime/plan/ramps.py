@@ -20,15 +20,19 @@ def ramp_of(s: Any, batch: BatchSizes) -> Ramp:
     return make_ramp(s.batch_ramp, s.length_ramp, s.max_iters, batch)
 
 
-def check_ramp(s: Any, data: dict | None, batch: BatchSizes, problems: Problems) -> None:
-    """Add a problem if a ramp doesn't fit. Its numbers only mean something if there is no other
-    problem."""
+def check_ramp(
+    s: Any, data: dict | None, batch: BatchSizes, problems: Problems, notes: list[str]
+) -> None:
+    """Add a problem if a ramp doesn't fit, and a note if the run is too short for it. Its numbers
+    only mean something if there is no other problem."""
     if problems:
         return
     ramp = problems.attempt(ramp_of, s, batch)
     has_ramp = s.batch_ramp is not None or s.length_ramp is not None
     if ramp and has_ramp and s.script:
         check_loop(s, ramp, problems)
+    if ramp and not s.eval_only:
+        notes += note_missing_stages(ramp)
     # A part of a conversation may begin in the middle of an answer
     if s.length_ramp is not None and data and data["template"]:
         problems.add(

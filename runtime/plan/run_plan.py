@@ -40,7 +40,7 @@ from runtime.plan.memory import MemoryInputs, ParamCount
 from runtime.plan.out_dir import check_out_dir
 from runtime.plan.plan import RunPlan
 from runtime.plan.problems import Problems, notes_of_files
-from runtime.plan.ramps import check_ramp, note_missing_stages, ramp_of
+from runtime.plan.ramps import check_ramp, ramp_of
 from runtime.plan.rules import broken_rules, plan_iterations
 from runtime.plan.start import Start, find_start
 from runtime.plan.unread import unread_settings
@@ -97,7 +97,7 @@ def make_plan(settings: Any, ranks: Ranks, problems: Problems, notes: list[str])
     file_problems = Problems()
     opened = plan_data(s, bool(problems), file_problems, notes)
     s = plan_iterations(s, opened.sequences_per_epoch, batch, notes)
-    check_ramp(s, opened.data, batch, problems)
+    check_ramp(s, opened.data, batch, problems, notes)
     lora = problems.attempt(lora_config, s)
     start = file_problems.attempt(find_start, s, opened.data, lora, batch, notes)
     tokenizer = file_problems.attempt(sample_tokenizer, s, opened.data, notes)
@@ -116,7 +116,6 @@ def make_plan(settings: Any, ranks: Ranks, problems: Problems, notes: list[str])
     run = choose_sizes(s, memory_inputs(s, start, execution, batch, planned, config), notes)
     batch = run.batch
     s = replace(s, batch_size=batch.micro, gradient_accumulation_steps=batch.accumulation)
-    ramp = ramp_of(s, batch)
     repeats = repeats_in_a_step(s, opened.datasets, opened.sequences, batch)
     return RunPlan(
         **vars(run),
@@ -125,14 +124,14 @@ def make_plan(settings: Any, ranks: Ranks, problems: Problems, notes: list[str])
         data=opened.data,
         sequences=opened.sequences,
         sequences_per_epoch=opened.sequences_per_epoch,
-        ramp=ramp,
+        ramp=ramp_of(s, batch),
         start=start,
         lora=lora,
         eval_windows=eval_windows,
         tag_bytes=size,
         tokenizer=tokenizer,
         has_several_nodes=ranks.local_world_size < ranks.world_size,
-        notes=(*notes, *note_missing_stages(ramp), *repeats, *notes_of_files(file_problems)),
+        notes=(*notes, *repeats, *notes_of_files(file_problems)),
     )
 
 
