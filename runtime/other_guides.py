@@ -7,6 +7,9 @@ import shlex
 
 LAUNCH = "start it by python launch_deepspeed.py --nproc_per_node={} train_deepspeed.py"
 PREPARE = "prepare the text by python data/prepare.py {} --name=mine, and write --dataset=mine"
+PREPARE_VAL = (
+    "prepare it by python data/prepare.py my.txt --val={} --name=mine, and write --dataset=mine"
+)
 RESUME = "write --init_from=resume, and --resume_tag=iter_10 for another than the newest"
 ZERO3 = "write --deepspeed_config=ds_config_zero3.json"
 OFFLOAD = "write --deepspeed_config=config/ds/zero2_offload.json"
@@ -53,6 +56,9 @@ INSTEAD = {
     "save_interval": "write --eval_interval={}: every evaluation saves",
     "save_steps": "write --eval_interval={}: every evaluation saves",
     "save_every": "write --eval_interval={}: every evaluation saves",
+    "save_strategy": "write --eval_epochs=1, or --eval_interval for steps: every evaluation saves",
+    "eval_strategy": "write --eval_epochs=1, or --eval_interval for steps",
+    "evaluation_strategy": "write --eval_epochs=1, or --eval_interval for steps",
     "save_freq": "write --eval_interval={}: every evaluation saves",
     "eval_steps": "write --eval_interval={}",
     "logging_steps": "write --log_interval={}",
@@ -71,6 +77,7 @@ INSTEAD = {
     "data_path": PREPARE,
     "data_dir": PREPARE,
     "train_file": PREPARE,
+    "validation_file": PREPARE_VAL,
     # Features
     "report_to": "write --wandb_log=True or --tensorboard_log=True",
     "wandb": "write --wandb_log=True",

@@ -80,7 +80,10 @@ def settings(*argv):
     ("--devices=auto", "start it by python launch_deepspeed.py --nproc_per_node=GPUS train_deepspeed.py"),
     ("--gradient_clipping=1.0", "write --grad_clip=1.0"), ("--max-seq-length 512", "write --block_size=512"),
     ("--output_dir=my runs", "write --out_dir='my runs'"),
-    ("--train_file=a.txt", "prepare the text by python data/prepare.py a.txt --name=mine, and write --dataset=mine")])
+    ("--train_file=a.txt", "prepare the text by python data/prepare.py a.txt --name=mine, and write --dataset=mine"),
+    ("--save_strategy=epoch", "write --eval_epochs=1, or --eval_interval for steps: every evaluation saves"),
+    ("--validation_file=v.txt",
+     "prepare it by python data/prepare.py my.txt --val=v.txt --name=mine, and write --dataset=mine")])
 def test_an_option_of_other_scripts_is_refused_with_ours(capsys, words, ours):
     words = [words] if "=" in words else words.split()
     with pytest.raises(SystemExit) as refusal:
@@ -95,7 +98,7 @@ def test_each_hint_names_settings_and_files_that_there_are(name):
     assert name not in vars(settings())
     value = {"deepspeed": "ds_config_zero3.json"}.get(name, "7")
     hint = instead_of(name, value)
-    for option in re.findall(r"(--(?!name|config|nproc)\w+=[\w./-]+)", hint):
+    for option in re.findall(r"(--(?!name|config|nproc|val=)\w+=[\w./-]+)", hint):
         key, _, given = option[2:].partition("=")
         assert str(getattr(settings(option), key)) in (given, f"{given}.0")
     for path in re.findall(r"[\w/]+\.(?:py|json)", hint):
