@@ -26,10 +26,11 @@ def test_index_the_commands_lead_from_shards_to_a_sample_and_a_resume(tmp_path):
     (tmp_path / "hub").mkdir()
     (tmp_path / "hub" / "README.md").write_text("---\nconfigs:\n- config_name: sample-10BT\n  data_files: a.jsonl\n---")
     (tmp_path / "hub" / "a.jsonl").write_text('{"text": "a text"}\n' * 300)
-    one, eight, xl = (f"--out_dir={tmp_path / name}" for name in ("one", "eight", "xl"))
+    one, eight, xl, recipe = (f"--out_dir={tmp_path / name}" for name in ("one", "eight", "xl", "recipe"))
     small = [option for option in (*SMALL, f"--dataset={tmp_path / 'data'}") if not re.match("--(init|learn)", option)]
     added = [["--name=./data"], ["--dataset=hub", "--name=./edu"], [*small, one], [*small, eight], [*small, xl],
              [one, "--num_samples=1", "--max_new_tokens=5", "--device=cpu"], [one, f"--to={tmp_path / 'hf'}"],
+             [*small, recipe],
              [one, f"--dataset={tmp_path / 'data'}"],
              [*small, eight, "--resume_tag=iter_2"]]
     commands, printed = [words for words in map(shlex.split, blocks(PAGE)) if words[0] == "python"], []
@@ -44,11 +45,12 @@ def test_index_the_commands_lead_from_shards_to_a_sample_and_a_resume(tmp_path):
             run = subprocess.run([sys.executable, script, *arguments], cwd=tmp_path, capture_output=True, text=True,
                                  env={**os.environ, "HF_HOME": str(tmp_path / "cache")})
         printed.append(done(run).stdout)
-    shards, hub, *trained, sampled, exported, evaluated, resumed = printed
+    shards, hub, *trained, sampled, exported, of_recipe, evaluated, resumed = printed
     assert "train: 5,000 tokens" in shards and "train: 300 tokens, val: 600 tokens" in hub
-    for text, ranks in zip((*trained, resumed), (1, 8, 8, 8)):
+    for text, ranks in zip((*trained, of_recipe, resumed), (1, 8, 8, 8, 8)):
         assert f"{ranks} x CPU" in text and "step 4: train loss 10.8" in text  # ln(50257)
     assert "iteration 2" in resumed and "lr 5.39e-06" in resumed  # 1.8e-3, in the third of 1,000 steps of warmup
+    assert "adamw (learning rate 0.0006)" in of_recipe and "lr 3.42e-06" in of_recipe  # in the fourth of 700 steps
     assert "loss 10.8" in evaluated
     assert "The meaning of life is" in sampled and "logits for 32 tokens differ" in exported
 
