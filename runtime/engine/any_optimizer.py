@@ -43,34 +43,34 @@ def is_adamw(optimizer: torch.optim.Optimizer) -> bool:
         return False
     if is_cpu_adam and not optimizer.adam_w_mode:
         return False
-    for group in optimizer.param_groups:
-        if any(group.get(option) for option in ADAMW_OPTIONS):
-            return False
-        if not group.get("decoupled_weight_decay", True):  # as in Adam
-            return False
+    return not beyond_our_adamw(optimizer)
+
+
+def beyond_our_adamw(optimizer: torch.optim.Optimizer) -> list[str]:
+    """Return what an AdamW has that our steppers don't implement, as text."""
+    groups = optimizer.param_groups
+    found = []
+    for option in ADAMW_OPTIONS:
+        if any(group.get(option) for group in groups):
+            found.append(option)
+    if not all(group.get("decoupled_weight_decay", True) for group in groups):  # as in Adam
+        found.append("decoupled_weight_decay=False")
 
     # What a user has attached to step() would not run in the fused step
-    hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
-    is_replaced = "step" in vars(optimizer)  # in this object
-    return not any(hooks) and not is_replaced
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        found.append("a hook on step()")
+    if "step" in vars(optimizer):  # in this object
+        found.append("another step()")
+    return found
 
 
 def describe_optimizer(optimizer: torch.optim.Optimizer) -> str:
     """Return an optimizer for a sentence: its class, and if it is an AdamW that is_adamw()
     refuses, why."""
     name = type(optimizer).__name__
-    if type(optimizer) is not torch.optim.AdamW or is_adamw(optimizer):
-        return name
-
-    reasons = []
-    for option in ADAMW_OPTIONS:
-        if any(group.get(option) for group in optimizer.param_groups):
-            reasons.append(option)
-    if not all(group.get("decoupled_weight_decay", True) for group in optimizer.param_groups):
-        reasons.append("decoupled_weight_decay=False")
-    if not reasons:
-        reasons.append("hooks or a step() of its own")
-    return f"{name} with {' and '.join(reasons)}"
+    if type(optimizer) is torch.optim.AdamW and not is_adamw(optimizer):
+        name += f" with {' and '.join(beyond_our_adamw(optimizer))}"
+    return name
 
 
 def keep_rates_of_groups(optimizer: torch.optim.Optimizer) -> None:
@@ -125,12 +125,14 @@ def check_elementwise(
     flat_grads = grads.flatten(1)
     for group in optimizer.param_groups:
         try:
-            # The same steps on the matrix, on the flat matrix, and on pieces of it
-            matrix = make_steps(optimizer, group, [weights], [grads])
-            whole = make_steps(optimizer, group, [flat], [flat_grads])
-            pieces = make_steps(
-                optimizer, group, flat.split(TEST_PIECES), flat_grads.split(TEST_PIECES, dim=1)
-            )
+            # The same steps on the matrix, on the flat matrix, and on pieces of it, each of which
+            # has an optimizer of its own, as on its rank
+            matrix = make_steps(optimizer, group, weights, grads)
+            whole = make_steps(optimizer, group, flat, flat_grads)
+            pieces = []
+            parts = zip(flat.split(TEST_PIECES), flat_grads.split(TEST_PIECES, dim=1), strict=True)
+            for piece, piece_grads in parts:
+                pieces.append(make_steps(optimizer, group, piece, piece_grads).weights)
         except UserError:
             raise
         except Exception as error:  # whatever a step() that wants something else raises
@@ -141,14 +143,13 @@ def check_elementwise(
             ) from None
 
         # Are they the same?
-        check_moved(name, flat, whole.weights[0])
-        same = torch.allclose(whole.weights[0], torch.cat(pieces.weights), rtol=1e-6, atol=1e-8)
-        if not same:
+        check_moved(name, flat, whole.weights)
+        if not torch.allclose(whole.weights, torch.cat(pieces), rtol=1e-6, atol=1e-8):
             raise UserError(
                 f"the optimizer {name} needs whole tensors, but ZeRO gives each rank a flat piece "
                 f"of them: {CHOOSE}"
             )
-        if not torch.allclose(whole.weights[0], matrix.weights[0].flatten(), rtol=1e-6, atol=1e-8):
+        if not torch.allclose(whole.weights, matrix.weights.flatten(), rtol=1e-6, atol=1e-8):
             raise UserError(
                 f"the optimizer {name} treats matrices differently from vectors, but ZeRO's pieces "
                 "of the weights are vectors: give what differs to parameter groups, as "
@@ -188,25 +189,24 @@ class TestWeights(nn.Parameter):
 class Stepped(NamedTuple):
     """What some steps have made of weights, and the attributes that they read in vain."""
 
-    weights: list[Tensor]
+    weights: Tensor
     read: set[str]
 
 
 def make_steps(
     optimizer: torch.optim.Optimizer,
     group: dict,
-    weights: Sequence[Tensor],
-    grads: Sequence[Tensor],
+    weights: Tensor,
+    grads: Tensor,
 ) -> Stepped:
     """Make some steps of a copy of this optimizer, with the options of one of its groups.
 
-    grads: of all steps, stacked, for each tensor. Raises UserError for what can't be sharded or
-    saved.
+    grads: of all steps, stacked. Raises UserError for what can't be sharded or saved.
     """
     # The trial leaves the user's optimizer and weights as they are
-    params = [TestWeights(tensor.clone()) for tensor in weights]
+    param = TestWeights(weights.clone())
     trial = copy_of(optimizer)
-    options = {**group, "lr": TEST_LR, "params": params}
+    options = {**group, "lr": TEST_LR, "params": [param]}
 
     # These are meant for GPUs, and the trial runs on the CPU
     for on_gpus in ("fused", "capturable"):
@@ -218,25 +218,22 @@ def make_steps(
     attributes = values_of(vars(trial))
     values = values_of(options)
     for step in range(TEST_STEPS):
-        for param, grad in zip(params, grads):
-            param.grad = grad[step].clone()
+        param.grad = grads[step].clone()
         trial.step()
 
     name = type(optimizer).__name__
     check_kept(name, "the attribute", attributes, values_of(vars(trial)))
     check_kept(name, "the parameter group's", values, values_of(options))
-    for param in params:
-        # What it keeps has to be shardable
-        for key, value in trial.state[param].items():
-            is_number = isinstance(value, int | float)
-            is_tensor = torch.is_tensor(value) and value.numel() in (1, param.numel())
-            if not is_number and not is_tensor:
-                raise UserError(
-                    f"the optimizer {name} needs whole tensors: it keeps '{key}', which is neither "
-                    f"a number nor a tensor like the weights, so ZeRO can't shard it: {CHOOSE}"
-                )
-    read = set().union(*(vars(param).get("_read", ()) for param in params))
-    return Stepped([param.detach() for param in params], read)
+    # What it keeps has to be shardable
+    for key, value in trial.state[param].items():
+        is_number = isinstance(value, int | float)
+        is_tensor = torch.is_tensor(value) and value.numel() in (1, param.numel())
+        if not is_number and not is_tensor:
+            raise UserError(
+                f"the optimizer {name} needs whole tensors: it keeps '{key}', which is neither "
+                f"a number nor a tensor like the weights, so ZeRO can't shard it: {CHOOSE}"
+            )
+    return Stepped(param.detach(), set(vars(param).get("_read", ())))
 
 
 def copy_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -293,9 +293,21 @@ class OneGroupNormed(ByHand):
         return group["lr"] / (p.norm() if group.get("normed") else 1)
 
 
+class JointlyNormed(ByHand):
+    """Divides all gradients of a group by their joint norm: each rank has another one."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            norm = torch.stack([p.grad.norm() for p in group["params"]]).norm()
+            for p in group["params"]:
+                p.sub_(p.grad / norm, alpha=group["lr"])
+
+
 @pytest.mark.parametrize(
     "kind, why",
     [
+        (JointlyNormed, "needs whole tensors"),
         (ReadsAttribute, "reads lr_scale of the parameters"),
         (ScalesMatrices, "treats matrices differently from vectors"),
         (Counts, "keeps what it has learned in the attribute 'steps'"),
