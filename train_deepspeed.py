@@ -229,9 +229,8 @@ plan = plan_run(settings, ranks)
 # "auto": see execution and plan.paths
 settings = plan.settings
 batch = plan.batch
-# How many sequences each step takes, and how long they are. If you rename `ramp`, or its length()
-# and micro() in the loop, change OUR_LENGTH and OUR_MICRO in runtime/plan/ramps.py, too: it looks
-# for the text
+# How many sequences each step takes, and how long they are. If you rename `ramp`, change
+# names_of_ramp() in runtime/plan/ramps.py, too: it looks for ramp.length() and others in the loop
 ramp = plan.ramp
 execution = plan.execution
 globals().update(vars(settings))  # before this, settings' names hold their defaults

@@ -1,5 +1,6 @@
 """The ramps of a run: whether they fit its batch, its data, and the loop of its script."""
 
+import ast
 import math
 import os
 from pathlib import Path
@@ -9,9 +10,11 @@ from runtime.data.loader import BatchSizes
 from runtime.data.ramp import Ramp, make_ramp
 from runtime.plan.problems import Problems
 
-# Texts that the loop of a training script has
-OUR_LENGTH = "ramp.length("
-OUR_STEPS = ("ramp.micro_steps(", "ramp.micro(")
+# What the loop of a training script asks `ramp` for
+OUR_LENGTH = "length"
+OUR_STEPS = "micro_steps"
+OUR_MICRO = "micro"
+OUR_SIZE = "size"
 
 
 def ramp_of(s: Any, batch: BatchSizes) -> Ramp:
@@ -54,13 +57,19 @@ def note_missing_stages(ramp: Ramp) -> list[str]:
 
 def check_loop(s: Any, ramp: Ramp, problems: Problems) -> None:
     """Add a problem if the loop of an edited script doesn't follow a ramp."""
-    code = Path(s.script).read_text(encoding="utf-8")
+    used = names_of_ramp(s.script)
     name = os.path.basename(s.script)
+
+    # A loop with a number of micro-steps of its own. Loops from before micro_steps() have size()
+    if s.batch_ramp is not None and not used & {OUR_STEPS, OUR_SIZE}:
+        problems.add(
+            f"batch_ramp={s.batch_ramp} needs micro_steps = ramp.micro_steps(iter_num) in the loop "
+            f"of {name}: edit it, or leave batch_ramp out"
+        )
 
     # A stage that is smaller than a micro-step. Without such a stage, older loops are right
     smallest = ramp.sizes[0]
-    follows = all(text in code for text in OUR_STEPS)
-    if smallest < ramp.batch.per_micro_step and not follows:
+    if smallest < ramp.batch.per_micro_step and not {OUR_STEPS, OUR_MICRO} <= used:
         micro = math.gcd(*ramp.sizes) // ramp.batch.world_size
         accumulation = ramp.sizes[-1] // (micro * ramp.batch.world_size)
         problems.add(
@@ -71,8 +80,22 @@ def check_loop(s: Any, ramp: Ramp, problems: Problems) -> None:
             f"--gradient_accumulation_steps={accumulation}"
         )
 
-    if s.length_ramp is not None and OUR_LENGTH not in code:
+    if s.length_ramp is not None and OUR_LENGTH not in used:
         problems.add(
             f"length_ramp={s.length_ramp} needs batches.next_step(micro_steps, "
             f"ramp.length(iter_num)) in the loop of {name}: edit it, or leave length_ramp out"
         )
+
+
+def names_of_ramp(script: str) -> set[str]:
+    """Return the attributes of `ramp` that a script uses, such as "length". Comments don't
+    count."""
+    code = ast.parse(Path(script).read_text(encoding="utf-8"))
+    names = set()
+    for node in ast.walk(code):
+        if not isinstance(node, ast.Attribute):
+            continue
+        owner = node.value
+        if isinstance(owner, ast.Name) and owner.id == "ramp":
+            names.add(node.attr)
+    return names

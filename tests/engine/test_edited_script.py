@@ -156,6 +156,18 @@ def test_epochs_are_of_sequences_in_a_ramp(train, tmp_path):
     assert max(part.losses) == 5 and max(resumed.losses) == 10
 
 
+def test_a_loop_that_leaves_a_ramp_out_is_refused(train, tmp_path):
+    """The line as a comment doesn't count. Without the setting, such a loop trains."""
+    script = ramp(tmp_path, "gradient_accumulation_steps  # not ramp.micro_steps(iter_num)")
+    run = train(*COMMON, "--batch_ramp=2@0, 4@0.5", "--gradient_accumulation_steps=2", script=script)
+    assert run.returncode == 2
+    told = (
+        "batch_ramp=2@0, 4@0.5 needs micro_steps = ramp.micro_steps(iter_num) in the loop of train_edited.py: edit "
+        "it, or leave batch_ramp out\n"
+    )
+    assert run.stderr == told
+
+
 @pytest.mark.parametrize("micro_steps", ["0", "1 + iter_num / 2"])
 def test_what_is_no_number_of_micro_steps_is_refused(train, tmp_path, micro_steps):
     run = train(ranks=2, script=ramp(tmp_path, micro_steps))
