@@ -197,6 +197,7 @@ def test_a_host_name_that_does_not_resolve_delays_nothing(characters, tmp_path, 
     """As in containers and with some VPNs. Whoever looks the name up waits for its timeout: ten minutes in torchrun."""
     namespace = ["unshare", "--uts", "sh", "-c", 'hostname no-such-host && exec "$@"', "sh"]
     if shutil.which("unshare") is None:
+        # Without it there is no host name that doesn't resolve, which is what this tests
         pytest.skip("needs unshare (util-linux), which gives a process a host name of its own")
     probe = subprocess.run([*namespace, "true"], capture_output=True, text=True)
     if probe.returncode:
