@@ -47,6 +47,9 @@ def varying_part(gpt: nn.Module) -> str | None:
     """
     if edits.has_global_hooks():
         return "there are hooks for all modules"
+    for name, param in gpt.named_parameters():
+        if param._backward_hooks or param._post_accumulate_grad_hooks:
+            return f"{name} has a gradient hook"
     is_edited = False
     for path, module in gpt.named_modules():
         place = path or "the model"

@@ -260,17 +260,19 @@ def test_a_cuda_graph_needs_a_model_whose_micro_steps_are_all_the_same():
     class OtherMLP(torch.nn.Linear):
         pass
 
-    models = {name: GPT(config) for name in ("subclass", "module", "function", "hook")}
+    models = {name: GPT(config) for name in ("subclass", "module", "function", "hook", "gradient")}
     models["subclass"] = Skipping(config)
     models["module"].transformer.h[0].mlp = OtherMLP(48, 48)
     models["function"].transformer.h[1].forward = lambda x: x
     models["hook"].transformer.h[1].attn.register_forward_hook(lambda *_: None)
+    models["gradient"].lm_head.weight.register_hook(lambda grad: grad.clamp(-1, 1))
     reasons = {name: steady.varying_part(model) for name, model in models.items()}
     assert reasons == {
         "subclass": None,
         "module": None,
         "function": "the forward of transformer.h.1 was replaced",
         "hook": "transformer.h.1.attn has hooks",
+        "gradient": "transformer.wte.weight has a gradient hook",
     }
 
     execution = Execution("cuda", "bfloat16", True, 0)
