@@ -36,15 +36,19 @@ from runtime.engine import setup, state
 from runtime.engine.any_optimizer import optimizer_name
 from runtime.engine.fast_paths import FastPaths
 from runtime.engine.forward_backward import ForwardBackward
+from runtime.engine.hidden_grads import HiddenGrads
 from runtime.engine.layout import layout_of
 from runtime.engine.lockstep import Lockstep
 from runtime.engine.step import Wanted
-from runtime.engine.untouched import Untouched, check_values
+from runtime.engine.untouched import Untouched, changed, check_values, sample_differs
 from runtime.errors import UserError
 from runtime.kernels.fused import FusedBlocks
 from runtime.output import counted
 
-CHECKED_STEPS = 2  # in which all weights are compared with the optimizer's
+# Steps in which all weights are compared with the optimizer's: the first ones, and later each of so
+# many. In all others, a sample
+CHECKED_STEPS = 2
+CHECKED_EVERY = 100
 
 
 @dataclass(frozen=True)
@@ -83,13 +87,16 @@ class Engine:
         self.optimizer = optimizer_name(self.layout.optimizer)
 
         # Our gradients and step, or a watch over DeepSpeed's own path
-        self.our_step = setup.replace_gradients_and_step(self.layout, paths)
+        self.hidden_grads = HiddenGrads(self.module)
+        check_turn = self.hidden_grads.check_turn
+        self.our_step = setup.replace_gradients_and_step(self.layout, paths, check_turn)
         reduces_in_backward = True
         self.lockstep: Lockstep | None = None
         if self.our_step:
             reduces_in_backward = self.our_step.reduction.reduces_in_backward
         elif self.stage == 3:
             self.lockstep = Lockstep(self.module, self.world_size)
+            self.hidden_grads.watch_backward()
 
         # Does a micro-step have no collectives? At ZeRO-3 it gathers weights, also if it reduces
         # nothing
@@ -115,7 +122,10 @@ class Engine:
         # What has been done
         self.micro_steps = 0  # since the last optimizer step
         self.steps = 0  # of this process
-        self.untouched = Untouched(self.module)
+        self.untouched = Untouched(self.module, self.layout.optimizer)
+        self.hidden_grads.accept_hooks()
+        self.layout.optimizer.zero_grad = self.hidden_grads.refuse_clearing
+        setup.silence_skipped_steps()
         deepspeed.set_gradient_accumulation_boundary(False)
 
     def micro_step(self, *batch: Tensor) -> Tensor:
@@ -142,9 +152,10 @@ class Engine:
             self.our_step.reduction.prepare()
 
         self.micro_steps += 1
-        loss = self.forward_backward(*batch)
-        if self.lockstep:
-            self.lockstep.end_backward()
+        with self.hidden_grads.micro_step():
+            loss = self.forward_backward(*batch)
+            if self.lockstep:
+                self.lockstep.end_backward()
         return loss
 
     def follow_micro_batch(self, batch: tuple[Tensor, ...]) -> None:
@@ -189,11 +200,10 @@ class Engine:
 
         # Before the first collective of the step, which would hang if the ranks differ
         self.check_ranks(self.micro_steps, ends=True)
+        self.hidden_grads.take_back()
         self.untouched.check()
-        if self.our_step and self.steps < CHECKED_STEPS:
-            check_values(self.layout.weights_in_use())
-            if self.stage == 3:
-                check_values(self.our_step.reduction.gathered_parts())
+        self.untouched.check_parts()
+        values_differ = self.check_values()
 
         # DeepSpeed has divided by gradient_accumulation_steps
         loss_factor = self.micro_steps / self.deepspeed.gradient_accumulation_steps()
@@ -210,11 +220,31 @@ class Engine:
             report = self.our_step.make(Wanted(loss_factor, skip_above))
             norm = report.norm
             applied = report.applied
+            if values_differ.item():  # the CPU has waited for the norm, which came later
+                raise UserError(changed("the model"))
         self.forward_backward.after_step()
         self.untouched.accept()
         self.steps += 1
         scale = self.layout.loss_scale if self.dtype == "float16" else None
         return StepResult(norm, applied, scale, self.layout.min_loss_scale)
+
+    def check_values(self) -> Tensor:
+        """Compare the weights in use with the optimizer's: all of them now and then, else a sample.
+
+        Raises UserError if they differ. For a sample, return a bool that is on its way to the CPU.
+        """
+        if self.our_step is None:
+            return torch.tensor(False)
+
+        # All of them in the first steps. Later not with offload, where that takes seconds
+        pairs = self.layout.weights_in_use()
+        is_due = self.steps % CHECKED_EVERY == 0 and not self.offloads_optimizer
+        if self.steps < CHECKED_STEPS or is_due:
+            check_values(pairs)
+            if self.stage == 3:
+                check_values(self.our_step.reduction.gathered_parts())
+            return torch.tensor(False)
+        return sample_differs(pairs)
 
     def own_work_seconds(self) -> float:
         """Return the seconds that this rank worked in the first micro-step since the last call,

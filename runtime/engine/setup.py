@@ -5,7 +5,7 @@ import contextlib
 import logging
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import deepspeed
@@ -251,6 +251,17 @@ def without_warning(words: str) -> Iterator[None]:
         logger.removeFilter(is_other)
 
 
+def silence_skipped_steps() -> None:
+    """Keep DeepSpeed from logging that the gradients of a skipped step weren't finite. They may
+    only have been too large, and StepResult says what happened."""
+    deepspeed.utils.logger.addFilter(is_of_no_skipped_step)
+
+
+def is_of_no_skipped_step(record: logging.LogRecord) -> bool:
+    """Return whether DeepSpeed logs something else than a skipped step."""
+    return "Skipping step" not in record.getMessage()
+
+
 def check_groups(optimizer: torch.optim.Optimizer) -> None:
     """Raise UserError if the groups of an optimizer of another kind are Muon's: their matrices
     would get Muon's learning rate."""
@@ -293,9 +304,13 @@ def describe(engine: DeepSpeedEngine, ds_config: Mapping, dtype: str) -> str:
     return ", ".join(f"{name} {value}" for name, value in used.items())
 
 
-def replace_gradients_and_step(layout: Layout, paths: FastPaths) -> OurStep | None:
-    """Replace DeepSpeed's gradients and step where the paths take ours. Return our step, or
-    None."""
+def replace_gradients_and_step(
+    layout: Layout, paths: FastPaths, check_turn: Callable[[], None] = lambda: None
+) -> OurStep | None:
+    """Replace DeepSpeed's gradients and step where the paths take ours. Return our step, or None.
+
+    check_turn: called before each gradient is taken.
+    """
     if not paths.gradients.taken:
         return None
     if paths.compact.taken:
@@ -323,4 +338,4 @@ def replace_gradients_and_step(layout: Layout, paths: FastPaths) -> OurStep | No
         reduction = LocalAccumulation(layout)
     else:
         reduction = BucketedAllReduce(layout)
-    return OurStep(layout, reduction, use_kernel=paths.step.taken)
+    return OurStep(layout, reduction, use_kernel=paths.step.taken, check_turn=check_turn)

@@ -12,6 +12,7 @@ Who makes the update:
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -71,13 +72,21 @@ class Report:
 class OurStep:
     """Makes the steps of a Layout, in the place of DeepSpeed's.
 
-    use_kernel: AdamW and Muon run on Triton, else on PyTorch.
+    use_kernel: AdamW and Muon run on Triton, else on PyTorch. check_turn: called before each
+    gradient is taken.
     """
 
-    def __init__(self, layout: Layout, reduction: Reduction, use_kernel: bool) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        reduction: Reduction,
+        use_kernel: bool,
+        check_turn: Callable[[], None],
+    ) -> None:
         self.layout = layout
         self.reduction = reduction
         self.use_kernel = use_kernel
+        self.check_turn = check_turn
 
         # The stepper: of the optimizer itself, of the host, or of each parameter group
         self.steps_itself = not is_adamw(layout.optimizer)
@@ -89,11 +98,16 @@ class OurStep:
         # DeepSpeed calls these
         layout.connect(
             Hooks(
-                on_grad_ready=reduction.on_grad_ready,
+                on_grad_ready=self.take_gradient,
                 finish_backward=reduction.finish_backward,
                 step=lambda: self.step(Wanted()),
             )
         )
+
+    def take_gradient(self, param: torch.nn.Parameter) -> None:
+        """Take a parameter's gradient, if this is the time for it."""
+        self.check_turn()
+        self.reduction.on_grad_ready(param)
 
     def make(self, wanted: Wanted) -> Report:
         """Make a step. All ranks call this.

@@ -1,25 +1,43 @@
 """Notice what a training loop changes behind the optimizer's back.
 
 ZeRO's optimizer has fp32 weights of its own. A step overwrites whatever else has changed the
-weights that forward and backward use, and it also steps parameters that were frozen after the
-start. Plain PyTorch would use both, so both are refused.
+weights that forward and backward use. It also steps parameters that were frozen after the start,
+and none that were added. Plain PyTorch would use all three, so they are refused.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
+import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from runtime.errors import UserError
 
 PIECE = 2**24  # elements that are compared at a time
+RESTART = (
+    "change it before the optimizer is made, or end the run and start another with "
+    "--init_from=OUT_DIR"
+)
+SAMPLE = 2**16  # elements of a flat tensor that are compared in each step
 
 
 class Untouched:
-    """Watches the parameters of a model between optimizer steps."""
+    """Watches the parameters of a model, and the groups of its optimizer, between steps."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, optimizer: Optimizer) -> None:
+        self.module = module
+        self.optimizer = optimizer
         self.named = list(module.named_parameters())
+        self.n_groups = len(optimizer.param_groups)
+        self.accept_parts()
         self.accept()
+
+    def accept_parts(self) -> None:
+        """Take the model's modules and parameters as they are."""
+        self.parts: list[Mapping] = []
+        for module in self.module.modules():
+            self.parts += [module._modules, module._parameters]
+        self.held = [tuple(part.values()) for part in self.parts]
 
     def accept(self) -> None:
         """Take the parameters as they are: call this after each optimizer step."""
@@ -35,11 +53,58 @@ class Untouched:
             if param.requires_grad != was_trained:
                 raise UserError(
                     f"requires_grad of {name} has changed while training, which ZeRO can't follow: "
-                    "set it before the optimizer is made, or end the run and start another with "
-                    "--init_from=OUT_DIR"
+                    f"{RESTART}"
                 )
             if param._version != version:
                 raise UserError(changed(name))
+
+
+    def check_parts(self) -> None:
+        """Raise UserError if the model has got other parameters, or the optimizer a group."""
+        if len(self.optimizer.param_groups) != self.n_groups:
+            raise UserError(
+                "the optimizer has got a parameter group while training, which ZeRO can't shard: "
+                f"{RESTART}"
+            )
+        if not any(map(differ, self.parts, self.held)):
+            return
+
+        # Modules without parameters may change, such as a dropout
+        now = list(self.module.named_parameters())
+        for (name, param), (_, was) in zip(now, self.named):
+            if param is not was:
+                raise UserError(other_parameter(name))
+        if len(now) != len(self.named):
+            raise UserError(other_parameter(max(now, self.named, key=len)[-1][0]))
+        self.accept_parts()
+
+
+def differ(part: Mapping, held: tuple) -> bool:
+    """Return whether a module's parts are others than the ones it held."""
+    return len(part) != len(held) or any(a is not b for a, b in zip(part.values(), held))
+
+
+def other_parameter(name: str) -> str:
+    """Return the sentence for a parameter that is new, or gone."""
+    return (
+        f"the parameter {name} was added, replaced or taken out while training, which ZeRO can't "
+        f"follow: {RESTART}"
+    )
+
+
+def sample_differs(pairs: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
+    """Return whether some of the weights in use aren't those of the optimizer, as check_values()
+    looks for in all of them: a bool that is on its way to the CPU."""
+    found = []
+    for used, master in pairs:
+        # An odd distance, so that the elements aren't of one column of the matrices
+        distance = used.numel() // SAMPLE | 1
+        part = used[::distance]
+        own = master.detach()[::distance].to(part.dtype).to(part.device)
+        found.append(((part != own) & (part == part)).any())  # NaN isn't equal to itself
+    if not found:
+        return torch.tensor(False)
+    return torch.stack(found).any().to("cpu", non_blocking=True)
 
 
 def check_values(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:

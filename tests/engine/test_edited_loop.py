@@ -41,6 +41,89 @@ def test_a_change_of_data_is_found_in_the_first_steps(train, tmp_path, n):
     assert not run.losses
 
 
+def test_a_late_change_of_data_is_found_in_a_sample(train, tmp_path):
+    """All weights are compared now and then only, so a change of a few may go by. This one is of all."""
+    code = f"    if iter_num == 4:\n        {WEIGHT}.data.mul_(2)\n"
+    script = edited_script(tmp_path, (STEP, f"{STEP}{code}"))
+    run = train("--max_iters=6", script=script)
+    assert run.returncode == 2
+    assert OUTSIDE in run.stderr
+    assert "Traceback" not in run.stderr
+    assert max(run.losses) == 3
+
+
+PARAMS = "for p in model.parameters():\n            "
+GRADS = {  # name: (code between the third step's micro-steps and the optimizer's step, what stderr says)
+    "scaled": (f"{PARAMS}if p.grad is not None: p.grad.mul_(2)", "uses param.grad, and ZeRO keeps"),
+    "clipped": ("torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)", "use --grad_clip to clip them"),
+    "set": (f"{PARAMS}p.grad = torch.ones_like(p)", "sets the gradient of transformer.wte.weight"),
+    "cleared": ("model.zero_grad()", "use engine.step(skip_above=0)"),
+    "cleared by the optimizer": ("adamw.zero_grad()", "optimizer.zero_grad() between"),
+    "own backward": ("model(*micro_batch).backward()", "backward outside of engine.micro_step()"),
+    "a backward": ("sum((p**2).sum() for p in model.parameters()).backward()", "backward outside of engine"),
+    "late hook": ("model.lm_head.weight.register_hook(lambda g: 2 * g)", "transformer.wte.weight has got a gradient"),
+    "later hook": (f"{WEIGHT}.register_post_accumulate_grad_hook(print)", "wpe.weight has got a gradient hook"),
+    "a new group": ("adamw.add_param_group({'params': [torch.nn.Parameter(torch.ones(2))]})", "got a parameter group"),
+    "a new block": (
+        "model.transformer.h.append(type(model.transformer.h[0])(model.config))",
+        "the parameter transformer.h.2.",
+    ),
+    "another block": (
+        "model.transformer.h[1] = type(model.transformer.h[0])(model.config)",
+        "the parameter transformer.h.1.ln_1.weight was added, replaced or taken out",
+    ),
+}
+
+
+OFFLOAD = "--deepspeed_config=config/ds/zero3_offload.json"  # DeepSpeed's own path
+
+
+@pytest.mark.parametrize("options", [stage(2), every(stage(3)), every(OFFLOAD)], ids=["zero2", "zero3", "offload"])
+@pytest.mark.parametrize("edit", GRADS)
+def test_a_loop_that_changes_gradients_or_parts_is_refused(train, tmp_path, edit, options):
+    code, told = GRADS[edit]
+    script = edited_script(tmp_path, (STEP, f"{STEP}    if iter_num == 3:\n        {code}\n"))
+    run = train("--max_iters=6", options, ranks=2, script=script)
+    assert run.returncode == 2
+    assert told in run.stderr
+    assert "Traceback" not in run.stderr
+    assert max(run.losses) == 2
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_a_backward_before_the_first_micro_step_is_refused(train, tmp_path, n):
+    code = "    x, y = (torch.zeros(2, 8, dtype=torch.int64) for _ in 'xy')\n    model(x, y).backward()\n"
+    script = edited_script(tmp_path, ("    # one optimizer step\n", f"{code}    # one optimizer step\n"))
+    run = train("--max_iters=2", stage(n), script=script)
+    assert run.returncode == 2
+    assert "backward outside of engine.micro_step()" in run.stderr
+    assert "Traceback" not in run.stderr
+
+
+def test_a_step_can_be_discarded_and_zero_grad_after_a_step_is_harmless(train, tmp_path):
+    """A micro-step on other tokens comes before each step, and is discarded."""
+    discarded = """
+    tokens = torch.arange(64).view(2, 32) % vocab_size
+    engine.micro_step(tokens, tokens)
+    assert not engine.step(skip_above=0).applied
+    adamw.zero_grad()
+    model.zero_grad()
+"""
+    zeros = "    loss = torch.zeros((), device=device)\n"
+    script = edited_script(tmp_path, (zeros, f"{discarded}{zeros}"))
+    plain = done(train("--max_iters=4", ranks=2))
+    edited = done(train("--max_iters=4", ranks=2, script=script))
+    assert edited.losses == plain.losses
+    assert "OVERFLOW" not in edited.stdout + edited.stderr  # DeepSpeed's word, which would be wrong
+
+
+def test_a_module_without_parameters_may_change(train, tmp_path):
+    code = "    model.transformer.drop = torch.nn.Dropout(0.0)\n"
+    script = edited_script(tmp_path, (STEP, f"{STEP}{code}"))
+    plain = done(train("--max_iters=4"))
+    assert done(train("--max_iters=4", script=script)).losses == plain.losses
+
+
 def test_reading_and_sampling_between_steps_is_no_change(train, tmp_path):
     code = f"    seen = {WEIGHT}.detach().clone().mul_(2)\n"
     script = edited_script(tmp_path, (STEP, f"{STEP}{code}"))

@@ -606,4 +606,46 @@ FAULTS = [
         test="engine/test_guards.py::test_each_length_has_a_graph_of_its_own",
         quick=True,
     ),
+    Fault(
+        subject="loop, gradients",
+        description="a training loop finds no gradients, and goes on",
+        file="runtime/engine/hidden_grads.py",
+        function="HiddenGrads.micro_step",
+        old="param.grad = self.stand_in(param)",
+        new="pass",
+        test=(
+            "engine/test_edited_loop.py::"
+            "test_a_loop_that_changes_gradients_or_parts_is_refused[clipped-zero2]"
+        ),
+    ),
+    Fault(
+        subject="loop, own backward",
+        description="a backward of the loop's own is added to the step",
+        file="runtime/engine/hidden_grads.py",
+        function="HiddenGrads.check_turn",
+        old="not self.in_micro_step",
+        new="False",
+        test="engine/test_edited_loop.py::test_a_backward_before_the_first_micro_step_is_refused[2]",
+    ),
+    Fault(
+        subject="loop, late change of weights",
+        description="weights are compared with the optimizer's in the first steps alone",
+        file="runtime/engine/untouched.py",
+        function="sample_differs",
+        old="torch.stack(found).any()",
+        new="torch.tensor(False)",
+        test="engine/test_edited_loop.py::test_a_late_change_of_data_is_found_in_a_sample",
+    ),
+    Fault(
+        subject="loop, parts",
+        description="blocks that come while training aren't trained",
+        file="runtime/engine/untouched.py",
+        function="Untouched.check_parts",
+        old="not any(map(differ, self.parts, self.held))",
+        new="True",
+        test=(
+            "engine/test_edited_loop.py::"
+            "test_a_loop_that_changes_gradients_or_parts_is_refused[a new block-zero2]"
+        ),
+    ),
 ]
