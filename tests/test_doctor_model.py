@@ -286,7 +286,7 @@ def test_a_run_of_an_edited_model_is_checked_in_one_line(train, tmp_path):
     run = done(train("--max_iters=2", "--dropout=0.1", "--gradient_checkpointing=True", plant=plant))
     line = (
         "checked    a tiny model (edited: MLP.forward, SquaredReLU, SquaredReLU.forward and 1 more): "
-        "equal are cached logits, loss, buffers, recomputing\n"
+        "equal are cached logits, loss, buffers, attributes, recomputing\n"
     )
     assert run.stdout.count(line) == 1, run.stdout
     unchecked = (
@@ -303,7 +303,8 @@ def test_a_run_of_another_optimizer_is_checked(train, tmp_path):
     made = "adamw = setup.make_adamw(groups, plan.ds_config, lr"
     script = edited_script(tmp_path, (made, "adamw = torch.optim.RAdam(groups, lr"))
     run = done(train("--max_iters=1", script=script))
-    assert "checked    a tiny model (optimizer RAdam): equal are cached logits, loss, buffers\n" in run.stdout
+    line = "checked    a tiny model (optimizer RAdam): equal are cached logits, loss, buffers, attributes\n"
+    assert line in run.stdout
 
 
 RETURN = "        return self.lm_head(x, targets, reduction)\n"
@@ -328,8 +329,8 @@ def test_an_edited_loss_is_checked_if_data_has_a_loss_mask(tmp_path, capsys, los
     said = capsys.readouterr().out
     told = "note       the loss of GPT.forward is not a mean over the targets that aren't -1. This data "
     assert (told in said) == (not is_mean), said
-    assert said.count("equal are cached logits, loss, buffers") == 1, said
-    assert ("buffers, loss mask\n" in said) == is_mean, said
+    assert said.count("equal are cached logits, loss, buffers, attributes") == 1, said
+    assert ("attributes, loss mask\n" in said) == is_mean, said
 
 
 @pytest.mark.parametrize("ranks", [1, every(2)])

@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 from runtime.bring import Adapter
+from runtime.check.attributes import kept_attributes
 from runtime.check.logits import cached_logits
 from runtime.check.loss import loss_in_chunks, loss_of_some_targets, recomputed_gradients
 from runtime.check.parts import kept_buffers
@@ -39,7 +40,12 @@ def check_before_training(
     if not edited and is_adamw(optimizer):
         return
     what = f"edited: {shown(edited)}" if edited else f"optimizer {optimizer_name(optimizer)}"
-    checks = [("cached logits", cached_logits), ("loss", loss_in_chunks), ("buffers", kept_buffers)]
+    checks = [
+        ("cached logits", cached_logits),
+        ("loss", loss_in_chunks),
+        ("buffers", kept_buffers),
+        ("attributes", kept_attributes),
+    ]
     if recomputes:
         checks.append(("recomputing", recomputed_gradients))
     needs_mean = masked and isinstance(model, Adapter)  # a model.py of others
@@ -59,6 +65,8 @@ def check_before_training(
             # Such as one over two tokens ahead, whose terms have other numbers of targets. It can
             # be trained
             print0(f"note       {NOT_A_MEAN.format(name=type(model).__name__)}")
+        elif result.status == DIFFERS and result.name == "attributes":
+            print0(f"note       {result.sentence}")  # it trains, and may be meant so
         elif result.status == DIFFERS:
             raise UserError(f"{result.name} ({what}): {result.sentence}; {LONG_FORM}")
     equal = ", ".join(result.name for result in results if result.status == EQUAL)

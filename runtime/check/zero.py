@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from runtime.check.attributes import lost_attributes
 from runtime.check.optimizer import elementwise, optimizer_in_use
 from runtime.check.ranks import GRADIENTS
 from runtime.check.tiny import Different, Tiny, Unchecked, differing, owner_of, tokens
@@ -213,6 +214,11 @@ def own_steps(tiny: Tiny, ranks: TwoRanks) -> str:
 
 def resumed_training(tiny: Tiny, ranks: TwoRanks) -> str:
     """Check checkpoints of two ranks: what they hold, and that one rank resumes from them."""
+    # What no checkpoint has
+    lost = lost_attributes(tiny)
+    if lost.changes_loss:
+        raise Different(lost.sentence())
+
     # The same steps without ZeRO
     plain = PlainTraining(tiny, optimizer_in_use, CLIP)
     start = weights_now(plain)

@@ -198,6 +198,17 @@ if False and not same_tokenizer(data, state["data"]):
         test="test_doctor_model.py::test_a_run_of_a_faulty_model_ends_before_its_first_step[1]",
     ),
     Fault(
+        subject="state in attributes",
+        description="a run doesn't say that its checkpoints lack what a model keeps in attributes",
+        file="runtime/check/attributes.py",
+        function="kept_attributes",
+        old="lost.names",
+        new="False",
+        test=(
+            "test_attributes.py::test_a_run_says_that_an_attribute_is_lost_and_its_fix_keeps_it"
+        ),
+    ),
+    Fault(
         subject="doctor, random numbers",
         description="the checks before a run draw from the run's generator",
         file="runtime/check/tiny.py",
