@@ -145,6 +145,7 @@ def check_elementwise(
         # Are they the same?
         check_moved(name, flat, whole.weights)
         if not torch.allclose(whole.weights, torch.cat(pieces), rtol=1e-6, atol=1e-8):
+            check_repeats(optimizer, group, flat, flat_grads)
             raise UserError(
                 f"the optimizer {name} needs whole tensors, but ZeRO gives each rank a flat piece "
                 f"of them: {CHOOSE}"
@@ -164,6 +165,37 @@ def check_moved(name: str, before: Tensor, after: Tensor) -> None:
         raise UserError(
             f"step() of the optimizer {name} doesn't change the parameters in its param_groups, "
             "which ZeRO replaces by flat pieces: let it take them from there, at each step"
+        )
+
+
+def check_repeats(
+    optimizer: torch.optim.Optimizer, group: dict, weights: Tensor, grads: Tensor
+) -> None:
+    """Raise UserError if the same steps give other weights each time, as with random numbers.
+
+    weights: flat. grads: of all steps.
+    """
+    # The third time with another seed
+    ended = []
+    with torch.random.fork_rng(devices=[]):
+        for seed in (0, 0, 1):
+            torch.default_generator.manual_seed(seed)
+            ended.append(make_steps(optimizer, group, weights, grads).weights)
+
+    first, again, of_another_seed = ended
+    name = type(optimizer).__name__
+    alone = "leave that out, or give it a stepper of its own as runtime/engine/muon.py is one"
+    if not torch.equal(first, again):  # a generator of its own, or Python's
+        raise UserError(
+            f"the optimizer {name} steps the same weights with the same gradients differently each "
+            "time, as with random numbers or with what it keeps outside of self.state[p], and no "
+            f"resume could repeat that: {alone}"
+        )
+    if not torch.equal(first, of_another_seed):
+        raise UserError(
+            f"the optimizer {name} draws random numbers in its step(), and each rank would draw "
+            "its own for ZeRO's pieces of the weights, so no resume on other ranks could repeat "
+            f"them: {alone}"
         )
 
 

@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import random
 
 import deepspeed
 import numpy as np
@@ -169,6 +170,29 @@ def test_an_optimizer_that_needs_whole_tensors_is_refused(train, made, why):
     assert "choose one that works element by element" in run.stderr
 
 
+SGLD = """
+import torch
+class SGLD(torch.optim.SGD):
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad.add_(torch.randn_like(p), alpha=group["lr"] ** 0.5)
+        return super().step(closure)
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_optimizer_that_draws_random_numbers_is_refused_as_such(train, ranks):
+    """Before, it "needs whole tensors"."""
+    run = train("--max_iters=2", ranks=ranks, plant=SGLD + plant("SGLD(groups, lr=1e-3)").replace(LION, ""))
+    assert run.returncode == 2
+    assert run.stderr.splitlines() == [
+        "the optimizer SGLD draws random numbers in its step(), and each rank would draw its own for ZeRO's pieces of "
+        "the weights, so no resume on other ranks could repeat them: leave that out, or give it a stepper of its own "
+        "as runtime/engine/muon.py is one"
+    ]
+
+
 def test_a_step_sees_scaled_gradients_and_rounds_the_weights():
     weights = torch.nn.Parameter(torch.linspace(-1, 1, 9))
     optimizer = torch.optim.SGD([weights], lr=0.5)
@@ -304,10 +328,32 @@ class JointlyNormed(ByHand):
                 p.sub_(p.grad / norm, alpha=group["lr"])
 
 
+class Noisy(ByHand):
+    def rate(self, group, p):
+        return group["lr"] * (1 + torch.rand_like(p).mean().item())
+
+
+class OwnGenerator(ByHand):
+    def __init__(self, params):
+        super().__init__(params)
+        self.generator = torch.Generator()
+
+    def rate(self, group, p):
+        return group["lr"] * torch.rand((), generator=self.generator).item()
+
+
+class PythonsNoise(ByHand):
+    def rate(self, group, p):
+        return group["lr"] * random.random()
+
+
 @pytest.mark.parametrize(
     "kind, why",
     [
         (JointlyNormed, "needs whole tensors"),
+        (Noisy, r"draws random numbers in its step\(\)"),
+        (OwnGenerator, "steps the same weights with the same gradients differently each time"),
+        (PythonsNoise, "steps the same weights with the same gradients differently each time"),
         (ReadsAttribute, "reads lr_scale of the parameters"),
         (ScalesMatrices, "treats matrices differently from vectors"),
         (Counts, "keeps what it has learned in the attribute 'steps'"),
