@@ -265,7 +265,7 @@ with all_exit_on(UserError):
     if plan.start.kind == "earlier run":
         model, _ = load_model(
             *plan.start.parent,
-            dropout=dropout,
+            of_run=plan.model,
             share=(ranks.local_rank, ranks.local_world_size),  # a node may have its own files
             device=device,
             model_class=GPT,

@@ -13,7 +13,7 @@ from runtime.checkpoint.model_source import check_file, check_tensors, note_edit
 from runtime.checkpoint.tag_reader import TagReader, content_errors
 from runtime.checkpoint.tags import TagStore
 from runtime.checkpoint.verify import verify_files
-from runtime.chosen_model import GPT
+from runtime.chosen_model import GPT, GPTConfig
 from runtime.errors import UserError
 from runtime.lora import LORA_A, LORA_B, merge
 from runtime.model_parts import replace_parameters, without_memory
@@ -88,7 +88,7 @@ def check_sizes_of_tag(out_dir: str, tag: str, manifest: dict) -> None:
 def load_model(
     out_dir: str,
     tag: str = "latest",
-    dropout: float | None = None,
+    of_run: GPTConfig | None = None,
     share: tuple[int, int] = (0, 1),
     device: torch.device | str = "cpu",
     model_class: type[nn.Module] | None = None,
@@ -96,6 +96,8 @@ def load_model(
     """Return (GPT in eval mode with a tag's fp32 weights, the tag's manifest).
 
     LoRA adapters are merged into the weights. Buffers that a tag doesn't hold are made on `device`.
+    of_run: the configuration of a run that starts from the tag, whose block_size is that of the tag
+    until the model is cropped. None: all of it is the tag's.
     model_class: None for the one of runtime/chosen_model.py, which must be that of the tag. A
     training script, which may use another one, gives its own. share, errors: as for
     open_tag().
@@ -106,8 +108,8 @@ def load_model(
     check_claimed_size(reader.folder, manifest, reader.shapes)
     with content_errors(reader.folder):
         config = config_of_tag(reader.folder, state["model"], print_note)
-        if dropout is not None:
-            config = replace(config, dropout=dropout)
+        if of_run is not None:
+            config = replace(of_run, block_size=config.block_size)
         model = without_memory(lambda: (model_class or GPT)(config), device)
     if model_class is None:
         check_file(reader.folder, state, model)

@@ -31,6 +31,7 @@ from runtime.plan.compare import (
     note_template,
     shape_settings,
 )
+from runtime.plan.own_fields import take_own_fields
 from runtime.pretrained import PRETRAINED
 from runtime.sample.source import template_of_weights
 from runtime.weights import (
@@ -266,6 +267,7 @@ def from_earlier_run(
     check_sizes_of_tag(folder, tag, manifest)
     state = manifest["state"]
     config = config_of_tag(where, state["model"], notes.append)
+    config = take_own_fields(where, config, state, settings, notes)
     # Does its model fit this run's settings and data?
     check_shape(where, asdict(config), shape)
     check_block_size(settings, config.block_size, where)
@@ -314,6 +316,7 @@ def from_resume(
     check_sizes_of_tag(out_dir, tag, manifest)
     state = manifest["state"]
     config = config_of_tag(where, state["model"], notes.append)
+    config = take_own_fields(where, config, state, settings, notes)
     check_compatible(settings, data, lora, where, state, config)
 
     # What may differ

@@ -4,6 +4,28 @@ from fault_places import MODULE, Fault
 
 FAULTS = [
     Fault(
+        subject="fields, a new run",
+        description="a setting that is no shape is noted, and the model has the tag's value",
+        file="runtime/checkpoint/load.py",
+        function="load_model",
+        old="replace(of_run, block_size=config.block_size)",
+        new="replace(config, dropout=of_run.dropout)",
+        test=(
+            "checkpoint/test_own_fields.py::test_a_setting_that_is_no_shape_counts_in_a_new_run"
+        ),
+    ),
+    Fault(
+        subject="fields, shape",
+        description="a setting that tensors depend on is taken at a resume",
+        file="runtime/plan/own_fields.py",
+        function="has_same_tensors",
+        old="not own.differences(other)",
+        new="True",
+        test=(
+            "checkpoint/test_edited_tags.py::test_a_setting_with_the_name_of_a_field_is_passed"
+        ),
+    ),
+    Fault(
         subject="re-shard",
         description="parameters after a padded one are read from the wrong place in ZeRO-3 checkpoints",
         file="runtime/checkpoint/tag_reader.py",
