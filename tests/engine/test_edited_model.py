@@ -9,6 +9,8 @@ from conftest import CHARS, done, stage
 from edited_model import GRAPHS, edited_model
 from muon_reference import NO_MUON, PlainMuon, by_singular_values
 
+from runtime.checkpoint.tag_reader import TagReader
+from runtime.checkpoint.tags import TagStore
 from runtime.data.loader import locate_sequences, read_sequences
 from runtime.data.sequences import TokenStream
 
@@ -66,3 +68,62 @@ def test_muon_trains_the_same_matrices_on_any_number_of_ranks(train, characters,
     half = done(train(*ARGUMENTS, *sizes[2], "--max_iters=3", ranks=2, plant=plant))
     resumed = done(train(*ARGUMENTS, *sizes[1], "--init_from=resume", out_dir=half.out_dir, plant=plant))
     assert [*resumed.losses.values()] == pytest.approx(expected, abs=2e-6)
+
+
+# Each token takes the second expert in the first step, and the first one from then on
+EXPERT_OF_THE_FIRST_STEP = [
+    ("probs = self.router(x).softmax(dim=-1)\n",
+     "probs = self.router(x).softmax(dim=-1)\n        step = int(self.forwards)\n"
+     "        self.forwards += self.training\n"),
+    ("        weight, choice = probs.max(dim=-1)\n",
+     "        choice = torch.full(x.shape[:2], int(step == 0), device=x.device)\n"
+     "        weight = probs.gather(-1, choice[..., None]).squeeze(-1)\n"),
+    ("        self.router = nn.Linear(config.n_embd, n_expert, bias=False)\n",
+     "        self.router = nn.Linear(config.n_embd, n_expert, bias=False)\n"
+     '        self.register_buffer("forwards", torch.zeros((), dtype=torch.int64))\n'),
+]
+
+
+def plain_experts(module, characters, unused_as_zero):
+    """The first matrix of each of the first three experts after 3 steps of AdamW in plain PyTorch.
+
+    unused_as_zero: whether an expert that no token has used gets a gradient of zeros, instead of None.
+    """
+    tokens = np.memmap(characters / "train.bin", np.uint16, mode="r")
+    torch.manual_seed(1337)
+    model = module.GPT(module.GPTConfig(block_size=32, vocab_size=len(CHARS), n_layer=2, n_head=2, n_embd=32))
+    optimizer = torch.optim.AdamW(model.parameter_groups(0.1), lr=1e-2, betas=(0.9, 0.95))
+    for it in range(3):
+        located = locate_sequences(np.arange(8 * it, 8 * it + 8), [(TokenStream(tokens, 32), 1)], 1337)
+        optimizer.zero_grad()
+        model(*read_sequences(located, len(CHARS))).backward()
+        if unused_as_zero:
+            for param in model.parameters():
+                if param.grad is None:
+                    param.grad = torch.zeros_like(param)
+        optimizer.step()
+    return [expert.c_fc.weight.detach() for expert in model.transformer.h[0].mlp.experts[:3]]
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_an_expert_without_tokens_is_stepped_with_a_gradient_of_zero(train, characters, tmp_path, n):
+    """Weight decay moves one that no step has used, and momentum also one that the first step has used, where plain
+    PyTorch leaves them alone, as docs/bring_your_model.md says."""
+    (place, experts), *others = GRAPHS["experts"]
+    for old, new in EXPERT_OF_THE_FIRST_STEP:
+        assert experts.count(old) == 1, old
+        experts = experts.replace(old, new)
+    module = edited_model(tmp_path, [(place, experts), *others])
+    run = done(train("--optimizer=adamw", "--batch_size=4", "--gradient_accumulation_steps=1", "--max_iters=3",
+                     "--eval_interval=3", "--learning_rate=1e-2", "--decay_lr=False", "--grad_clip=0", stage(n),
+                     ranks=2, plant=f"sys.path.insert(0, {str(tmp_path)!r})"))
+    reader = TagReader(run.out_dir / "iter_3", TagStore(run.out_dir).find("iter_3").manifest)
+    found = [reader.get(f"transformer.h.0.mlp.experts.{e}.c_fc.weight") for e in range(3)]
+    as_zero = plain_experts(module, characters, unused_as_zero=True)
+    as_none = plain_experts(module, characters, unused_as_zero=False)
+    for ours, zero in zip(found, as_zero):
+        assert torch.allclose(ours, zero, rtol=1e-4, atol=1e-5)
+
+    # The third expert only decays: three times by 1 - 0.01 * 0.1. The second has moved by its momentum, too
+    assert torch.allclose(found[2], 0.999**3 * as_none[2], rtol=1e-5, atol=0)
+    assert (found[1] - as_none[1]).abs().max() > 5e-3
