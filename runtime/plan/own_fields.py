@@ -43,9 +43,10 @@ def take_own_fields(
         default = default_of(field)
         was_given = state["settings"].get(name) == before
         if before != default and not was_given:
+            how = how_to_change(config, name, default, settings)
             notes.append(
-                f"this run has {name}={before!r} of {where}: the default of GPTConfig, {default!r}, "
-                f"is for runs from scratch{how_to_change(config, name, default, settings)}"
+                f"this run has {name}={before!r} of {where}: the default of GPTConfig, "
+                f"{default!r}, is for runs from scratch{how}"
             )
     return gpt_config(**{**asdict(config), **taken})
 
