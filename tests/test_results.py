@@ -10,7 +10,7 @@ import pytest
 from conftest import ROOT
 from PIL import Image
 
-from results import long_run, table
+from results import llmc, long_run, table
 from results.estimates import XL, meta_model, planned_gb
 from runtime.data.dataset import write_dataset
 
@@ -89,6 +89,60 @@ def test_a_long_run_with_a_loss_that_is_not_finite_is_recorded(tmp_path):
     assert recorded["losses"][48:51] == [3.0, None, 3.0] and recorded["grad_norms"][49] is None
     assert recorded["evaluations"] == [{"iter": 120, "train_loss": 3.0, "val_loss": None}]
     assert "3.0, null, 3.0" in text  # a list is a line
+
+
+LLMC_OUTPUT = """\
+allocating 474 MiB for master copy of params
+device memory usage: 3511 MiB / 5930 MiB
+memory per sequence: 331 MiB
+ -> estimated maximum batch size: 11
+val loss 4.503414
+step    1/74 | loss 4.283499 (+nanz)| norm 13.0082 (+nanz)| lr 3.00e-04 | 349.48 ms | -100.0% bf16 MFU | 11720 tok/s
+step   42/74 | loss 3.364718 (+nanz)| norm 1.5494 (+nanz)| lr 3.00e-04 | 168.70 ms | -100.0% bf16 MFU | 24333 tok/s
+step   43/74 | loss 3.361276 (+nanz)| norm 1.5459 (+nanz)| lr 3.00e-04 | 168.71 ms | -100.0% bf16 MFU | 24330 tok/s
+total average iteration time: 168.436902 ms
+"""
+
+
+def test_the_steps_of_llmc_are_read():
+    """From a log of train_gpt2cu on an RTX 3060 Laptop, which its users have published."""
+    figures = llmc.read_output(LLMC_OUTPUT, steps=3, warmup=1)
+    assert figures["losses"] == [4.283499, 3.364718, 3.361276]
+    assert figures["ms"] == {"median": pytest.approx(168.705), "min": 168.70, "max": 168.71, "count": 2}
+    assert figures["gpu_gb_in_use"] == pytest.approx(3.6815, abs=0.0001)  # 3,511 MiB
+
+    # A step that is missing, a loss that is not finite, or state that went to the host is no figure
+    with pytest.raises(SystemExit, match="llm.c printed 3 steps, not 4"):
+        llmc.read_output(LLMC_OUTPUT, steps=4, warmup=1)
+    with pytest.raises(SystemExit, match="llm.c printed 2 steps, not 3"):
+        llmc.read_output(LLMC_OUTPUT.replace("loss 3.361276", "loss -nan"), steps=3, warmup=1)
+    fell_back = "WARNING: Fell back to cudaMallocManaged when initializing m,v,master_weights on 1 GPUs\n"
+    with pytest.raises(SystemExit, match="llm.c has put optimizer state into host memory"):
+        llmc.read_output(fell_back + LLMC_OUTPUT, steps=3, warmup=1)
+
+
+def test_the_tokens_for_llmc_are_the_files(tmp_path, monkeypatch):
+    """256 int32 first: llm.c's number, version 1, and how many uint16 follow."""
+    monkeypatch.setattr(llmc, "TOKENS", tmp_path / "train.bin")
+    with pytest.raises(SystemExit, match="make the tokens first: python data/shakespeare/prepare.py"):
+        llmc.write_tokens(tmp_path / "tokens.bin")
+    np.array([5962, 22307, 50256], dtype=np.uint16).tofile(tmp_path / "train.bin")
+    llmc.write_tokens(tmp_path / "tokens.bin")
+    written = (tmp_path / "tokens.bin").read_bytes()
+    assert np.frombuffer(written[:1024], dtype=np.int32).tolist() == [20240520, 1, 3] + [0] * 253
+    assert np.frombuffer(written[1024:], dtype=np.uint16).tolist() == [5962, 22307, 50256]
+
+
+def test_a_second_call_adds_its_sizes_to_the_record_of_llmc(tmp_path):
+    file = tmp_path / "llmc.json"
+    record = llmc.begin_record(str(file), "llm.c f1e2ace")
+    record["runs"]["d12 60x1"] = {"ours": {"ms": {"median": 100.0}}}
+    llmc.save(str(file), record)
+    again = llmc.begin_record(str(file), "llm.c f1e2ace")
+    assert again["runs"] == record["runs"] and len(again["command"]) == 2
+    with pytest.raises(SystemExit, match="has another 'llm.c', 'llm.c f1e2ace': choose another file"):
+        llmc.begin_record(str(file), "llm.c 42aa891")
+    assert llmc.read_sizes("d12:60x1,d48:8x4") == [("d12", 60, 1), ("d48", 8, 4)]
 
 
 def rows_of_what_was_tested():
