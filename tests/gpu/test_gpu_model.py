@@ -75,9 +75,8 @@ def case(request):
     torch.cuda.empty_cache()
 
 
-def steps(case, way, dtype=torch.bfloat16, scale=4096.0, fp8=False, batches=None):
-    """Return the loss and gradients of a third micro-step, and the model. The two before it are on other tokens, and
-    the second is captured if the way is. batches: of other micro-steps, of which the last one counts."""
+def begin(case, way, dtype=torch.bfloat16, scale=4096.0, fp8=False):
+    """Return an Engine with the model, as setup makes it, and its ForwardBackward."""
     model = build(case["config"], case["weights"], dtype)
     model.gradient_checkpointing = "recomputed" in way
     choose_attention_backends(model)  # as in setup: otherwise the captured step would compile
@@ -88,7 +87,13 @@ def steps(case, way, dtype=torch.bfloat16, scale=4096.0, fp8=False, batches=None
             model.transformer.h[0].register_forward_hook(lambda module, given, made: None)
         fused.use_fused_blocks(model, fp8)
     engine = Engine(model, scale, "sums" in way)
-    launch = ForwardBackward(engine, "captured" in way, is_local=True)
+    return engine, ForwardBackward(engine, "captured" in way, is_local=True)
+
+
+def steps(case, way, dtype=torch.bfloat16, scale=4096.0, fp8=False, batches=None):
+    """Return the loss and gradients of a third micro-step, and the model. The two before it are on other tokens, and
+    the second is captured if the way is. batches: of other micro-steps, of which the last one counts."""
+    engine, launch = begin(case, way, dtype, scale, fp8)
     for batch in batches or (case["other"], case["other"], case["batch"]):
         engine.zero()
         loss = launch(*batch)
@@ -96,7 +101,7 @@ def steps(case, way, dtype=torch.bfloat16, scale=4096.0, fp8=False, batches=None
     assert (launch.graph is not None) == ("captured" in way)
     loss = loss.item()
     launch.close()
-    return loss, engine.gradients(), model
+    return loss, engine.gradients(), engine.module
 
 
 def check_all(case, loss, gradients, dtype, scale, loss_bound):
@@ -126,6 +131,37 @@ def test_a_second_graph_for_shorter_sequences(case, way):
     exact = plain_gradients(case["weights"], case["config"], *last, torch.float64)
     loss, gradients, _ = steps(case, way, batches=(case["other"], case["other"], short, short, last))
     check_all({**case, "batch": last, "exact": exact}, loss, gradients, torch.bfloat16, 4096.0, 1e-3)
+
+
+@pytest.mark.parametrize("way", ["kernels captured", "kernels captured sums", "compiled captured"])
+def test_a_graph_for_each_micro_batch_of_a_ramp(case, way):
+    """As in a batch ramp with a stage below the micro-batch: one sequence per micro-step, and then two. Of each, the
+    first micro-step is eager, the second captured and the third replayed."""
+    whole = [case["other"], case["other"], case["batch"]]
+    small = [[tokens[:1] for tokens in batch] for batch in whole]
+
+    def losses_of(way):
+        """Return the loss of each micro-step, the shape of what the graph then reads, and the engine."""
+        engine, launch = begin(case, way)
+        losses, read = [], []
+        for batch in small + whole:
+            engine.zero()
+            losses.append(launch(*batch).item())
+            launch.after_step()
+            read.append(tuple(launch.inputs[0].shape) if launch.graph else None)
+        launch.close()
+        return losses, read, engine
+
+    torch.compiler.reset()  # it keeps 8 versions of a block at most, and takes no more of other sizes
+    losses, read, engine = losses_of(way)
+    without, none, _ = losses_of(way.replace(" captured", ""))
+    assert read == [None, (1, T), (1, T), None, (2, T), (2, T)] and none == [None] * 6
+    assert losses == pytest.approx(without, abs=1e-3)  # bfloat16's, as in check_all
+
+    # The gradients of the last replay, and the loss of the small one
+    check_all(case, losses[5], engine.gradients(), torch.bfloat16, 4096.0, 1e-3)
+    exact_loss, _ = plain_gradients(case["weights"], case["config"], *small[2], torch.float64)
+    assert losses[2] == pytest.approx(exact_loss, abs=1e-3)
 
 
 @pytest.mark.parametrize("way", ["eager", "kernels", "kernels captured", "kernels captured sums", "compiled captured"])
