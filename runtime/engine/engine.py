@@ -123,10 +123,20 @@ class Engine:
         self.micro_steps = 0  # since the last optimizer step
         self.steps = 0  # of this process
         self.untouched = Untouched(self.module, self.layout.optimizer)
-        self.hidden_grads.accept_hooks()
+        self.hidden_grads.accept_hooks(self.without_hooks(paths))
         self.layout.optimizer.zero_grad = self.hidden_grads.refuse_clearing
         setup.silence_skipped_steps()
         deepspeed.set_gradient_accumulation_boundary(False)
+
+    def without_hooks(self, paths: FastPaths) -> set[torch.nn.Parameter]:
+        """Return the parameters of which no new gradient hook would run."""
+        if paths.graph.taken:
+            return set(self.module.parameters())
+        in_kernels: set[torch.nn.Parameter] = set()
+        if self.fused:
+            for block in self.fused.blocks:
+                in_kernels |= set(block.parameters())
+        return in_kernels
 
     def micro_step(self, *batch: Tensor) -> Tensor:
         """Run forward and backward on (x, y), or on (x, y, weight) with the mean over targets times

@@ -57,11 +57,22 @@ class HiddenGrads:
         self.in_micro_step = False
         self.stand_ins: dict[tuple, StandIn] = {}  # by shape, dtype and device
         self.left: list[Tensor | None] = [None] * len(self.named)  # what param.grad should be
-        self.accept_hooks()
+        self.accept_hooks(set())
 
-    def accept_hooks(self) -> None:
-        """Take the hooks on parameters as they are: call this when all is set up."""
-        self.hooks = [number_of_hooks(param) for _, param in self.named]
+    def accept_hooks(self, fixed: set[nn.Parameter]) -> None:
+        """Take the hooks on parameters as they are: call this when all is set up.
+
+        fixed: parameters whose gradients our kernels or a CUDA graph compute, without hooks.
+        """
+        self.fixed = fixed
+        self.hooks = [self.number_of_hooks(param) for _, param in self.named]
+
+    def number_of_hooks(self, param: nn.Parameter) -> int:
+        """Return how many hooks a parameter has that would not run if they came now."""
+        number = len(param._post_accumulate_grad_hooks or ())  # DeepSpeed's or ours would be first
+        if param in self.fixed:
+            number += len(param._backward_hooks or ())
+        return number
 
     @contextmanager
     def micro_step(self) -> Iterator[None]:
@@ -104,9 +115,9 @@ class HiddenGrads:
                         f"nothing, because {DISCARD}"
                     )
                 raise UserError(f"the training loop sets the gradient of {name}, and {CHANGE}")
-            if number_of_hooks(param) != hooks:
+            if self.number_of_hooks(param) != hooks:
                 raise UserError(
-                    f"{name} has got a gradient hook while training, which may never run: register "
+                    f"{name} has got a gradient hook while training, which would not run: register "
                     f"it {ABOVE}"
                 )
 
@@ -128,8 +139,3 @@ class HiddenGrads:
                 "optimizer.zero_grad() between engine.micro_step() and engine.step() would clear "
                 f"nothing, because {DISCARD}"
             )
-
-
-def number_of_hooks(param: nn.Parameter) -> int:
-    """Return how many hooks see the gradients of a parameter."""
-    return len(param._backward_hooks or ()) + len(param._post_accumulate_grad_hooks or ())

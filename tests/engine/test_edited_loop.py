@@ -4,6 +4,7 @@ import pytest
 import torch
 from conftest import done, edited_script, every, stage
 
+from runtime.engine.hidden_grads import HiddenGrads
 from runtime.engine.untouched import PIECE, check_values
 from runtime.errors import UserError
 
@@ -42,7 +43,7 @@ def test_a_change_of_data_is_found_in_the_first_steps(train, tmp_path, n):
 
 
 def test_a_late_change_of_data_is_found_in_a_sample(train, tmp_path):
-    """All weights are compared now and then only, so a change of a few may go by. This one is of all."""
+    """All weights are compared now and then, and a sample in each step: this change is of all."""
     code = f"    if iter_num == 4:\n        {WEIGHT}.data.mul_(2)\n"
     script = edited_script(tmp_path, (STEP, f"{STEP}{code}"))
     run = train("--max_iters=6", script=script)
@@ -61,8 +62,7 @@ GRADS = {  # name: (code between the third step's micro-steps and the optimizer'
     "cleared by the optimizer": ("adamw.zero_grad()", "optimizer.zero_grad() between"),
     "own backward": ("model(*micro_batch).backward()", "backward outside of engine.micro_step()"),
     "a backward": ("sum((p**2).sum() for p in model.parameters()).backward()", "backward outside of engine"),
-    "late hook": ("model.lm_head.weight.register_hook(lambda g: 2 * g)", "transformer.wte.weight has got a gradient"),
-    "later hook": (f"{WEIGHT}.register_post_accumulate_grad_hook(print)", "wpe.weight has got a gradient hook"),
+    "late hook": (f"{WEIGHT}.register_post_accumulate_grad_hook(print)", "wpe.weight has got a gradient hook"),
     "a new group": ("adamw.add_param_group({'params': [torch.nn.Parameter(torch.ones(2))]})", "got a parameter group"),
     "a new block": (
         "model.transformer.h.append(type(model.transformer.h[0])(model.config))",
@@ -115,6 +115,38 @@ def test_a_step_can_be_discarded_and_zero_grad_after_a_step_is_harmless(train, t
     edited = done(train("--max_iters=4", ranks=2, script=script))
     assert edited.losses == plain.losses
     assert "OVERFLOW" not in edited.stdout + edited.stderr  # DeepSpeed's word, which would be wrong
+
+
+def test_a_gradient_hook_is_plain_pytorchs(train, tmp_path):
+    """Registered above the engine, or in the loop where no kernel and no graph would miss it."""
+    sgd = ("adamw = setup.make_adamw(groups, plan.ds_config, lr=learning_rate, betas=(beta1, beta2))\n",
+           "adamw = torch.optim.SGD(groups, lr=learning_rate)\n{hook}")
+    hook = "model.transformer.h[0].mlp.c_proj.bias.register_hook(lambda grad: 3 * grad)\n"
+    late = f"    if iter_num == 0:\n        {hook}    # one optimizer step\n"
+    options = ("--max_iters=4", "--optimizer=adamw", "--learning_rate=0.5", "--grad_clip=0")
+    runs = []
+    for above, loop in (("", ""), (hook, ""), ("", late)):
+        edits = [(sgd[0], sgd[1].format(hook=above))]
+        if loop:
+            edits.append(("    # one optimizer step\n", loop))
+        script = edited_script(tmp_path, *edits)
+        runs.append(done(train(*options, ranks=2, script=script)).losses)
+    plain, hooked, hooked_late = runs
+    assert hooked == hooked_late
+    assert hooked[1] == plain[1] and abs(hooked[4] - plain[4]) > 1e-5
+
+
+def test_a_late_hook_that_a_kernel_or_a_graph_would_miss_is_refused():
+    weights = torch.nn.Linear(2, 2)
+    grads = HiddenGrads(weights)
+    weights.bias.register_hook(lambda grad: grad)
+    grads.check()  # nothing is fixed
+    grads.accept_hooks({weights.weight})
+    weights.bias.register_hook(lambda grad: grad)
+    grads.check()
+    weights.weight.register_hook(lambda grad: grad)
+    with pytest.raises(UserError, match="^weight has got a gradient hook while training, which would not run"):
+        grads.check()
 
 
 def test_a_module_without_parameters_may_change(train, tmp_path):
