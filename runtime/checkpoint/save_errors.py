@@ -6,6 +6,7 @@ import os
 from runtime.checkpoint.errors import first_line
 from runtime.files import write_temp
 
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)  # on the disk, or in the quota
 # What helps if a save fails with these errors; write() itself makes room on a full disk
 SAVE_FIXES = {
     errno.EFBIG: "raise the limit on the size of files (ulimit -f), or choose an out_dir on a file "
@@ -52,5 +53,13 @@ def is_full(folder: str) -> bool:
         temp, _, _ = write_temp(os.path.join(folder, "probe"), [bytes(10**6)])
         os.remove(temp)
     except OSError as error:
-        return error.errno in (errno.ENOSPC, errno.EDQUOT)
+        return error.errno in NO_ROOM
     return False
+
+
+def lacks_room(failure: str) -> bool:
+    """Return whether a save failed because the system found no room for a file, as cause_of() says.
+
+    Afterwards the disk may have room again: a file without a name is gone.
+    """
+    return any(failure.endswith(os.strerror(number)) for number in NO_ROOM)

@@ -19,12 +19,18 @@ from runtime.checkpoint.staging import (
     Files,
     Staging,
     aligned_nbytes,
+    decoded_on_disk,
     staged_nbytes,
     without_attributes,
 )
 from runtime.checkpoint.tag_writer import TagWriter
 from runtime.checkpoint.tags import TagStore
-from runtime.cluster.ranks import broadcast_from_rank0, exit_with_problems, print0
+from runtime.cluster.ranks import (
+    all_gather_objects,
+    broadcast_from_rank0,
+    exit_with_problems,
+    print0,
+)
 from runtime.errors import UserError
 from runtime.files import format_bytes, free_bytes, remove_dir
 
@@ -115,7 +121,7 @@ class Saver:
         if self.failed:
             return
         if dist.get_rank() == 0:
-            self._make_room(tag)
+            remove_dir(self.store.path(tag, ".saving"), ignore_errors=True)  # another attempt's
 
         # Ranks may have other buffers, such as running statistics: said once
         if not self.noted_buffers:
@@ -139,6 +145,8 @@ class Saver:
 
         # Write a copy while training goes on, or else the tensors themselves while it waits
         copies = self._copy_to_staging(files) if self.background else None
+        on_disk = decoded_on_disk(files) if copies is None else 0
+        self._make_room(on_disk)
         if copies is None:
             plain = without_attributes(files)
             waited_s = start - blocked_since
@@ -173,13 +181,18 @@ class Saver:
             return f"{self.store.path(tag)} could not be saved ({first_line(error)})"
         return None
 
-    def _make_room(self, tag: str) -> None:
-        """Remove what another attempt has left, and as many old tags as this one needs room."""
-        remove_dir(self.store.path(tag, ".saving"), ignore_errors=True)
-        with contextlib.suppress(OSError):  # writing reports it
-            while free_bytes(self.store.out_dir) < self.tag_bytes:
-                if not self.store.delete_oldest():
-                    break
+    def _make_room(self, on_disk: int) -> None:
+        """Have rank 0 delete as many old tags as a save needs room, before a rank writes.
+
+        on_disk: the bytes that this rank takes while it writes its files, besides them.
+        """
+        needed = self.tag_bytes + sum(all_gather_objects(on_disk))
+        if dist.get_rank() == 0:
+            with contextlib.suppress(OSError):  # writing reports it
+                while free_bytes(self.store.out_dir) < needed:
+                    if not self.store.delete_oldest():
+                        break
+        broadcast_from_rank0(None)
 
     def _copy_to_staging(self, files: Files) -> Files | None:
         """Return the files with their tensors in the staging buffer, so that training can continue.

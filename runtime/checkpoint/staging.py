@@ -3,7 +3,7 @@
 import copy
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,7 +67,7 @@ class Staging:
         self.pinned = False
 
         # The other ranks on this machine allocate at the same time
-        if size * LEFT_FREE * local_world_size() > available_memory():
+        if not fits_in_memory(size, available_memory(), local_world_size()):
             return
         try:
             buffer = np.empty(size, np.uint8)
@@ -138,7 +138,7 @@ def decoded(content: dict, folder: str) -> dict:
     def made(leaf: Any) -> Any:
         if not isinstance(leaf, Decoded):
             return leaf
-        if leaf.nbytes * LEFT_FREE * local_world_size() < available_memory():
+        if fits_in_memory(leaf.nbytes, available_memory(), local_world_size()):
             tensor = torch.empty(leaf.n)
         else:
             with tempfile.TemporaryFile(dir=folder) as file:
@@ -156,6 +156,38 @@ def decoded(content: dict, folder: str) -> dict:
         return tensor
 
     return tree_map(made, content, is_leaf=is_size)
+
+
+def decoded_on_disk(files: Files) -> int:
+    """Return the bytes that decoded() is going to take on the disk, by the memory that is free
+    now."""
+    most = 0
+    # One file after the other: its tensors go when it is written
+    for _, content in files:
+        sizes = [leaf.nbytes for leaf in tree_leaves(content) if isinstance(leaf, Decoded)]
+        if sizes:
+            most = max(most, beyond_memory(sizes, available_memory(), local_world_size()))
+    return most
+
+
+def beyond_memory(sizes: Iterable[int], free: float, ranks: int) -> int:
+    """Return how many bytes of tensors, made one after the other, don't fit into memory.
+
+    sizes: of one rank's tensors, in bytes. free: bytes on a machine, on which so many `ranks` make
+    as many at the same time.
+    """
+    beyond = 0
+    for size in sizes:
+        if fits_in_memory(size, free, ranks):
+            free -= size * ranks
+        else:
+            beyond += size
+    return beyond
+
+
+def fits_in_memory(size: float, free: float, ranks: int) -> bool:
+    """Return whether `size` bytes of each of a machine's ranks fit into so much free memory."""
+    return size * LEFT_FREE * ranks <= free
 
 
 def map_leaves(function: Callable[[Any], Any], files: Files) -> Files:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from runtime.checkpoint.manifest import sign_manifest
-from runtime.checkpoint.save_errors import cause_of, first_os_error, is_full
+from runtime.checkpoint.save_errors import cause_of, first_os_error, is_full, lacks_room
 from runtime.checkpoint.staging import Files, decoded
 from runtime.checkpoint.tags import TagStore
 from runtime.cluster.ranks import all_gather_objects, broadcast_from_rank0, print0
@@ -74,7 +74,7 @@ class TagWriter:
                     self.commit(work, manifest, aliases, written)
             except Exception as error:
                 failure = cause_of(error)
-            if failure and is_full(self.store.out_dir):
+            if failure and (lacks_room(failure) or is_full(self.store.out_dir)):
                 failure = "the disk is full"
                 again = self.store.delete_oldest()
 

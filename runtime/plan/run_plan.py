@@ -106,8 +106,8 @@ def make_plan(settings: Any, ranks: Ranks, problems: Problems, notes: list[str])
     planned = None
     if start and not problems:
         planned = plan_model(s, start, lora, execution, config, problems, notes)
-    size = planned.tag_bytes if planned else 0
-    file_problems.attempt(check_out_dir, s, start, size if ranks.rank == 0 else 0, notes)
+    params, size = (planned.params, planned.tag_bytes) if planned else (None, 0)
+    file_problems.attempt(check_out_dir, s, start, params, size, ranks, notes)
     if s.target_gpu is None or start is None:
         problems.add(*file_problems)
     if problems:

@@ -405,4 +405,28 @@ if True:
         new="pass",
         test="checkpoint/test_save_failures.py::test_a_state_that_no_resume_would_take_is_named",
     ),
+    Fault(
+        subject="full disk, compact state",
+        description="what a save makes on the disk besides the tag gets no room",
+        file="runtime/checkpoint/saver.py",
+        function="Saver._make_room",
+        old="self.tag_bytes + sum(all_gather_objects(on_disk))",
+        new="self.tag_bytes",
+        test=(
+            "plan/test_disk.py::"
+            "test_a_save_that_decodes_on_the_disk_makes_room_for_that_too[short]"
+        ),
+    ),
+    Fault(
+        subject="full disk, found late",
+        description="a file without a name that finds no room ends the run, although a tag could go",
+        file="runtime/checkpoint/tag_writer.py",
+        function="TagWriter.attempt",
+        old="lacks_room(failure) or is_full(self.store.out_dir)",
+        new="is_full(self.store.out_dir)",
+        test=(
+            "plan/test_disk.py::"
+            "test_a_save_that_decodes_on_the_disk_makes_room_for_that_too[short, and not foreseen]"
+        ),
+    ),
 ]

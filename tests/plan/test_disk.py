@@ -12,9 +12,13 @@ from conftest import EIGHT, ROOT, small_manifest
 
 from configurator import settings_of_script
 from runtime.checkpoint.manifest import sign_manifest
+from runtime.checkpoint.saver import tag_bytes
 from runtime.checkpoint.tags import TagStore
+from runtime.cluster.ranks import Ranks
 from runtime.errors import UserError
-from runtime.plan.out_dir import check_disk
+from runtime.plan import out_dir as planned
+from runtime.plan.memory import ParamCount
+from runtime.plan.out_dir import check_disk, expected_on_disk
 from runtime.plan.start import Start
 
 
@@ -23,10 +27,10 @@ def check():
     """check(out_dir, resume=tag, keep_last=2): call check_disk() for tags of 1 GB."""
     settings = settings_of_script(str(ROOT / "train_deepspeed.py"), ["--max_iters=20", "--eval_interval=5"])
 
-    def run(out_dir, resume=None, max_iters=20, **changes):
+    def run(out_dir, resume=None, max_iters=20, on_disk=0, **changes):
         start = Start("resume" if resume else "scratch", "", None, (), tag=resume)
         s = replace(settings, out_dir=str(out_dir), max_iters=max_iters, **changes)
-        check_disk(s, start, 10**9)
+        check_disk(s, start, 10**9, on_disk)
 
     return run
 
@@ -95,6 +99,41 @@ def test_what_a_user_is_told(check, monkeypatch, tmp_path, room, changes, words)
         assert words is None
     except UserError as error:
         assert words in str(error)
+
+
+@pytest.mark.parametrize("gb, muon, async_save, ranks, expected", [
+    (30.0, 0, True, 1, 0),  # a copy of 21.81 GB fits, with a tenth that stays free and 2 GB for the process
+    (25.9, 0, True, 1, 0), (25.9, 0, False, 1, 0),  # without a copy, the three tensors of 6.23 GB fit one by one
+    (20.0, 0, True, 1, 6.23), (14.0, 0, True, 1, 12.46), (8.0, 0, True, 1, 18.69),
+    (20.0, 1_475 * 10**6, True, 1, 0),  # Muon's moment is small
+    (44.0, 0, True, 8, 0), (17.0, 0, True, 8, 18.69)])
+def test_what_a_save_of_compact_xl_takes_on_the_disk(monkeypatch, gb, muon, async_save, ranks, expected):
+    """GPT-2 XL's parameters, in GB."""
+    monkeypatch.setattr(planned, "available_memory", lambda: gb * 1e9)
+    params = ParamCount(total=1_557_611_200, stored=1_557_686_400, trainable=1_557_686_400, muon=muon)
+    s = SimpleNamespace(compact_optimizer=True, target_gpu=None, async_save=async_save)
+    of_ranks = Ranks(0, 0, ranks, ranks)
+    size = tag_bytes(params, "bfloat16", 2)
+    assert expected_on_disk(s, params, size, of_ranks) / 1e9 == pytest.approx(expected, abs=0.01)
+    for other in ({"compact_optimizer": False}, {"target_gpu": "24"}):
+        assert expected_on_disk(SimpleNamespace(**{**vars(s), **other}), params, size, of_ranks) == 0
+
+
+def test_what_a_save_takes_besides_needs_room(check, monkeypatch, tmp_path):
+    """Three tags of 1 GB, and 0.86 GB more while each is written."""
+    set_free(monkeypatch, 3.95)
+    check(tmp_path, on_disk=860_000_000)
+    set_free(monkeypatch, 3.8)
+    check(tmp_path)
+    with pytest.raises(UserError) as error:
+        check(tmp_path, on_disk=860_000_000)
+    assert str(error.value) == (
+        "3 checkpoints of 1.00 GB exist at the same time, and a save takes 860.00 MB more, for which host memory is "
+        f"short, but the disk of {tmp_path} has room for 2: add --always_save_checkpoint=False, make room, or choose "
+        "another --out_dir=DIR")
+    set_free(monkeypatch, 0.5)  # less than what is taken besides
+    with pytest.raises(UserError, match="has room for 0: save none with --keep_last=0"):
+        check(tmp_path, on_disk=860_000_000)
 
 
 def test_what_the_run_deletes_makes_room(check, monkeypatch, tmp_path):
@@ -167,3 +206,59 @@ def test_a_save_without_room_deletes_the_oldest(train, tag_size, tmp_path, rate,
     gone = [f"no room for the next checkpoint: deleted {run.out_dir}/iter_{iter_num}" for iter_num in (2, 4)]
     assert [line for line in run.stdout.splitlines() if "deleted" in line] == (gone if code == 0 else [])
     assert (re.search(r"iter_[68] could not be saved \(the disk is full\)", run.stderr) is not None) == (code == 2)
+
+
+COMPACT = (*EIGHT, "--learning_rate=1e-3", "--dtype=bfloat16", "--compact_optimizer=True",
+           "--deepspeed_config=ds_config_zero2.json")
+# Host memory is short at the saves, and the plan doesn't foresee it
+NO_MEMORY = "from runtime.checkpoint import staging; staging.available_memory = lambda: 0\n"
+# Files without a name take room on such a disk, until the file for which they are made is written
+NAMELESS = """
+import errno
+named, nameless = disk_usage, 0
+def disk_usage(path):
+    return SimpleNamespace(free=max(0, named(path).free - nameless))
+def check_room():
+    if disk_usage("").free == 0:
+        print("a file found no room", flush=True)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+def posix_fallocate(fd, offset, size):
+    global nameless
+    nameless += size
+    check_room()
+def torch_save(content, path, save=torch.save.__defaults__[0]):
+    save(content, path)
+    check_room()
+def write_file(path, content, write=tag_writer.write_file):
+    global nameless
+    try:
+        write(path, content)
+    finally:
+        nameless = 0
+shutil.disk_usage, torch.save, os.posix_fallocate = disk_usage, torch_save, posix_fallocate
+tag_writer.write_file = write_file
+"""
+
+
+@pytest.fixture(scope="module")
+def compact_size(train):
+    run = train(*COMPACT, "--max_iters=2", "--lr_decay_iters=2")
+    assert run.returncode == 0, run.stdout + run.stderr
+    return sum(entry["bytes"] for entry in TagStore(run.out_dir).find("iter_2").manifest["files"].values())
+
+
+@pytest.mark.parametrize("memory", ["enough", "short", "short, and not foreseen"])
+def test_a_save_that_decodes_on_the_disk_makes_room_for_that_too(train, compact_size, tmp_path, memory):
+    """At iteration 6 there are two checkpoints, and space for 1.5 more. A tag has 14 bytes per parameter, of which 12
+    are made on the disk first: that takes 1.86 tags. At iteration 8 there is as much."""
+    plant = DISK.format(size=9 * compact_size, taken=int(5.5 * compact_size), folder=str(tmp_path))
+    if memory != "enough":
+        plant = NO_MEMORY + plant + NAMELESS
+    if "not foreseen" in memory:
+        plant += "from runtime.checkpoint import saver; saver.decoded_on_disk = lambda files: 0\n"
+    run = train(*COMPACT, out_dir=tmp_path / "out", plant=plant)
+    assert run.returncode == 0, run.stdout + run.stderr
+    gone = [line for line in run.stdout.splitlines() if "deleted" in line]
+    numbers = (2,) if memory == "enough" else (2, 4)
+    assert ("a file found no room" in run.stdout) == (memory == "short, and not foreseen")
+    assert gone == [f"no room for the next checkpoint: deleted {run.out_dir}/iter_{i}" for i in numbers]

@@ -27,6 +27,7 @@ from runtime.data.dataset import write_dataset
 from runtime.errors import UserError
 from runtime.hardware import attention_backends
 from runtime.kernels import device_has_triton
+from runtime.plan import out_dir
 from runtime.plan.rules import ABOVE_ZERO, AT_LEAST, BELOW_ONE, evaluations_through, plan_iterations
 from runtime.plan.run_plan import Problems, make_plan
 
@@ -206,6 +207,17 @@ def test_no_room_for_a_tag_is_refused(monkeypatch, characters, tmp_path):
                             "for 0: save none with --keep_last=0, make room, or choose another --out_dir=DIR")
     plan, problems, notes = check(monkeypatch, characters, tmp_path, 0, None, "--eval_only=True")
     assert problems == [] and plan.tag_bytes == 16 * 28_544
+
+
+@pytest.mark.parametrize("memory, tags, fits", [(2**40, 1.1, True), (0, 1.1, False), (0, 2, True)])
+def test_no_room_for_what_a_save_makes_on_the_disk_is_refused(monkeypatch, characters, tmp_path, memory, tags, fits):
+    """Compact state and one save: a tag has 14 bytes for each parameter, and without host memory 12 are made first."""
+    monkeypatch.setattr(out_dir, "available_memory", lambda: memory)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=tags * 14 * 28_544))
+    compact = ("--compact_optimizer=True", "--dtype=bfloat16", "--max_iters=100", "--eval_interval=100")
+    _, problems, _ = check(monkeypatch, characters, tmp_path, 0, None, *compact)
+    told = ["and a save takes 0.34 MB more, for which host memory is short," in problem for problem in problems]
+    assert told == ([] if fits else [True]), problems
 
 
 # Machines that we don't have here
