@@ -302,12 +302,13 @@ def gpu_bytes(run: MemoryInputs) -> float:
 
 
 def bytes_with_eval(run: MemoryInputs) -> float:
-    """Return gpu_bytes plus the memory of an evaluation, if the run is compiled.
+    """Return gpu_bytes plus the memory of an evaluation, if micro-steps are a CUDA graph.
 
-    A captured CUDA graph keeps its activations, so those of an evaluation come on top. This is
-    estimated, not measured: one block, and one chunk of the loss.
+    A graph keeps its activations, so those of an evaluation come on top. This is estimated, not
+    measured: one block, and one chunk of the loss. Without a graph, an evaluation takes the room of
+    a micro-step's activations, and less: nothing is saved for backward.
     """
-    if not run.execution.compile:
+    if not run.paths.graph.taken:
         return gpu_bytes(run)
 
     # Attention and the MLP of one block, without what backward would need

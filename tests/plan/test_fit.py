@@ -18,7 +18,7 @@ from runtime.data.loader import BatchSizes
 from runtime.errors import UserError
 from runtime.hardware import GPUS, Execution, find_gpu, peak_flops
 from runtime.plan.advice import fit_batch
-from runtime.plan.memory import MemoryInputs, ParamCount, bytes_with_eval, estimate
+from runtime.plan.memory import MemoryInputs, ParamCount, bytes_with_eval, estimate, gpu_bytes
 from runtime.plan.report import memory_report, summary
 from runtime.plan.run_plan import Problems, make_plan
 from runtime.plan.step_time import relative_step_time
@@ -237,6 +237,25 @@ def test_compact_state_takes_what_was_measured():
         cuda = float(re.search(r"^ +([\d.]+) GB .*CUDA and NCCL$", text, re.M)[1])
         planned = float(SIZE.search(text)[1]) - cuda
         assert planned == pytest.approx(measured[split][state]["peak_gb"], rel=0.07), (split, state)
+
+
+@pytest.mark.parametrize("changes, expected", [
+    ({}, 448),  # of a block 11 x 1,024 x 1,600 values of 2 bytes, and 1,024 x 50,304 logits of 8 bytes
+    ({"gradient_checkpointing": True}, 448), ({"cuda_graph": False}, 0),
+    ({"execution": Execution("cuda", "float16", True, 80e9)}, 0),  # its loss scale changes
+    ({"execution": Execution("cuda", "bfloat16", False, 80e9)}, 0),
+    ({"ds_config": {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}}, 0)], ids=str)
+def test_an_evaluation_comes_on_top_of_a_cuda_graph_alone(changes, expected):
+    """GPT-2 XL on one GPU, in MB. Without a graph, evaluations take the room that a micro-step leaves."""
+    run = MemoryInputs(GPTConfig(n_layer=48, n_head=25, n_embd=1600), Execution("cuda", "bfloat16", True, 80e9),
+                       BatchSizes(1, 32, 1, 1024), ParamCount(1_557_611_200, 1_557_686_400, 1_557_686_400),
+                       {"zero_optimization": {"stage": 2}})
+    run = replace(run, **changes)
+    assert (bytes_with_eval(run) - gpu_bytes(run)) / 1e6 == pytest.approx(expected, abs=1)
+    # What an evaluation holds at one time fits into what a micro-step does
+    at_once = 11 * 1024 * 1600 * 2 + 1024 * 50304 * 8
+    parts = estimate(run)
+    assert at_once < parts["activations"] + parts["loss"]
 
 
 def test_the_largest_batch_that_fits_and_divides():
