@@ -161,6 +161,29 @@ def race():
                      "to the best baseline's loss, s", "of its time", SOURCE], rows)
 
 
+def ramps():
+    """GPT-2 small from scratch with ramps, and the time to the last loss of plain PyTorch with the same GPU, seed and
+    text."""
+    (file,) = read("h200_x1_ramps_tuned.json")
+    (short,) = read("race_short.json")
+    best = best_baselines(short["runs"])
+    of_seed = {seed: run["curve"][-1] for (gpu, seed, text), run in best.items()
+               if gpu == "NVIDIA H200" and text == file["runs"][0]["text"]}
+    rows = []
+    for run in file["runs"]:
+        command = run["command"]
+        batch, length = (re.search(f"--{name}=(.*?) --", command) for name in ("batch_ramp", "length_ramp"))
+        seed = int(re.search(r"--seed=(\d+)", command)[1])
+        steps, seconds, loss = run["curve"][-1]
+        _, base_seconds, base_loss = of_seed[seed]
+        reached = seconds_to(run["curve"], base_loss)
+        rows.append([batch[1], length[1] if length else "", "FP8" if "--fp8=True" in command else "bfloat16", seed,
+                     f"{steps:,}", f"{loss:.4f}", f"{seconds:.0f}", f"{reached:.0f}" if reached else "",
+                     f"{reached / base_seconds:.3f}" if reached else "", link({"file": file["file"]} | run)])
+    return markdown(["`batch_ramp`", "`length_ramp`", "precision", "seed", "steps", "validation loss", "training, s",
+                     "to plain PyTorch's last loss, s", "of its time", SOURCE], rows)
+
+
 def fast_path_losses():
     """GPT-2 small with fast paths turned on and off: the mean training loss of the last ten steps that were logged."""
     rows = []
@@ -284,7 +307,8 @@ def compact():
 TABLES = {
     "cards": cards, "speed": speed, "training": training, "fsdp2": fsdp2, "muon": muon, "race": race,
     "fast-path-losses": fast_path_losses, "memory": memory, "sampling": sampling, "checkpoints": checkpoints,
-    "drills": drills, "char": char, "installs": installs, "suites": suites, "compact": compact}
+    "drills": drills, "char": char, "installs": installs, "suites": suites, "compact": compact,
+    "ramps": ramps}
 
 
 def pages():
