@@ -4,6 +4,9 @@
     python results/race.py ours muon.json SETTINGS --optimizer=muon --max_iters=850
     python results/race.py table race.json nanogpt*.json muon*.json
 
+A long baseline may run in parts: with RACE_SECONDS=500 in the environment, it stops after
+so many and writes nanogpt.json.part. The same command goes on from there. The curve is that of a run in one piece.
+
 SETTINGS are those of train_deepspeed.py, the same for both, such as config/train_gpt2.py --dataset=packages. The first
 two commands write [step, seconds of training, validation loss] of each evaluation. Seconds are those of the optimizer
 steps: the start, compilation and evaluations don't count, for neither. The last command tells how long each of our runs
@@ -56,8 +59,9 @@ def curve_of(ms, losses):
     return [[step, round(sum(ms[it + 1] for it in range(step)) / 1000, 3), loss] for step, loss in losses.items()]
 
 
-def baseline(argv):
-    """Train by nanoGPT's recipe. Return curve_of() it, and the machine."""
+def baseline(argv, part):
+    """Train by nanoGPT's recipe. Return curve_of() it, and the machine. part: the file of a run in parts, a Path."""
+    began = time.monotonic()
     s = settings_of_script(SCRIPT, argv)
     if s.max_iters < 6 or os.environ.get("WORLD_SIZE", "1") != "1":
         sys.exit("the race needs one process, and --max_iters of at least 6")
@@ -97,10 +101,22 @@ def baseline(argv):
         model.train()
         return total / count
 
+    # From the beginning, or where the last part ended
+    done, ms, losses = 0, {}, {}
+    if part.exists():
+        state = torch.load(part, map_location=device, weights_only=True)
+        if state["argv"] != argv:
+            sys.exit(f"{part} is of other settings: delete it, or name another file")
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        done, ms, losses = state["done"], state["ms"], state["losses"]
+    else:
+        losses[0] = evaluate()
+
     switch_threads_quickly()
-    batches = TrainBatches([(plan.sequences["train"][0], 1)], 0, plan.batch, 0, s.seed, vocab_size, device)
-    ms, losses = {}, {0: evaluate()}
-    for it in range(s.max_iters):
+    position = done * plan.batch.sequences
+    batches = TrainBatches([(plan.sequences["train"][0], 1)], position, plan.batch, 0, s.seed, vocab_size, device)
+    for it in range(done, s.max_iters):
         start = time.perf_counter()
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(s, it)
@@ -112,10 +128,17 @@ def baseline(argv):
         if device.type == "cuda":
             torch.cuda.synchronize()
         ms[it + 1] = 1000 * (time.perf_counter() - start)
+        if done and it == done + 5:  # compiled anew: see curve_of()
+            ms |= dict.fromkeys(range(done + 1, done + 6), ms[it + 1])
         if (it + 1) % s.eval_interval == 0 or it + 1 == s.max_iters:
             losses[it + 1] = evaluate()
             print(it + 1, f"{ms[it + 1]:.1f} ms, val loss {losses[it + 1]:.4f}", flush=True)
+        if time.monotonic() - began > float(os.environ.get("RACE_SECONDS", "inf")) and it + 1 < s.max_iters:
+            torch.save({"argv": argv, "model": model.state_dict(), "optimizer": optimizer.state_dict(),
+                        "done": it + 1, "ms": ms, "losses": losses}, part)
+            sys.exit(f"stopped after step {it + 1}: the same command goes on")
     torch.distributed.destroy_process_group()
+    part.unlink(missing_ok=True)
     return curve_of(ms, losses), machine_record(device)
 
 
@@ -189,7 +212,7 @@ def main():
     if way == "table":
         return table(path, argv)
     text = read_meta(dataset_dir(settings_of_script(SCRIPT, argv).dataset))["files"]["train.bin"]["sha256"]
-    curve, machine = {"baseline": baseline, "ours": ours}[way](argv)
+    curve, machine = baseline(argv, Path(path + ".part")) if way == "baseline" else ours(argv)
     Path(path).write_text(json.dumps({
         "way": way, "argv": argv, "command": " ".join(sys.argv), "commit": git_commit(), "text": text,
         "date": time.strftime("%Y-%m-%d %H:%M", time.gmtime()), **machine, "curve": curve}))
