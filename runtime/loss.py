@@ -34,6 +34,10 @@ def chunked_loss(head: nn.Module, x: Tensor, targets: Tensor, reduction: str = "
     "sum", or "none" for the loss of each row, (N,). All parameters of the head get their gradients.
     Raises UserError if a tensor outside the head would get none.
     """
+    # In a model that torch.compile() compiles as a whole, the gradients below would be zero
+    if torch.compiler.is_compiling():
+        return loss_outside_of_compilation(head, x, targets, reduction)
+
     function = chunk_function(head)
     rows = EAGER_LOSS_CHUNK
     # The compiled function, unless the head has got another one since
@@ -74,6 +78,9 @@ def chunked_loss(head: nn.Module, x: Tensor, targets: Tensor, reduction: str = "
     if reduction == "mean":
         total = total / (targets >= 0).sum()
     return total
+
+
+loss_outside_of_compilation = torch.compiler.disable(chunked_loss)
 
 
 def chunk_function(head: nn.Module) -> Callable:

@@ -214,6 +214,25 @@ def test_a_hand_written_gradient_that_is_not_of_its_loss_is_refused():
         check_by_hand(softcapped)
 
 
+@pytest.mark.parametrize("kind", [LMHead, Softcapped])
+def test_a_model_that_is_compiled_as_a_whole_has_the_same_gradients(kind):
+    """As in nanoGPT's train.py. All gradients were zero, without a word."""
+    model = GPT(GPTConfig(block_size=16, vocab_size=VOCAB, n_layer=1, n_head=2, n_embd=EMBD))
+    model.lm_head = kind(model.transformer.wte, VOCAB)
+    idx = torch.randint(VOCAB, (2, 16), generator=torch.Generator().manual_seed(0))
+    found = []
+    for forward in (model, torch.compile(model, backend="aot_eager")):
+        model.zero_grad()
+        loss = forward(idx, idx)
+        loss.backward()
+        found.append((loss.item(), [param.grad.clone() for param in model.parameters()]))
+    (loss, grads), (compiled_loss, compiled_grads) = found
+    assert compiled_loss == pytest.approx(loss, rel=1e-6)
+    assert max(grad.abs().max() for grad in grads) > 1e-3
+    for grad, compiled in zip(grads, compiled_grads, strict=True):
+        assert (compiled - grad).abs().max() < 1e-6
+
+
 @pytest.mark.parametrize("kind", [LMHead, Softcapped, WithBias])
 def test_compiled_chunks_give_the_same(kind):
     """As GPT.compile_blocks compiles them; a function that was replaced afterwards is not skipped."""

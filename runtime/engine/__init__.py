@@ -13,7 +13,8 @@
     compact.py      formats of weights and moments that take 6 bytes instead of 14
     state.py        copies a checkpoint into a Layout
 
-They pass a Shard (shard.py), and a Clip (clip.py) for the scale of a step. Small parts: lockstep.py,
-untouched.py and hidden_grads.py watch the training loop, local_timer.py measures a rank's own work,
-ds_config.py reads DeepSpeed's JSON, and fixes.py repairs what the installed DeepSpeed does wrong.
+They pass a Shard (shard.py), and a Clip (clip.py) for the scale of a step. Small parts:
+lockstep.py, untouched.py and hidden_grads.py watch the training loop, local_timer.py measures a
+rank's own work, ds_config.py reads DeepSpeed's JSON, and fixes.py repairs what the installed
+DeepSpeed does wrong.
 """

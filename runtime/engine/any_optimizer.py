@@ -22,7 +22,7 @@ from runtime.errors import UserError
 ADAMW_OPTIONS = ("amsgrad", "maximize", "differentiable")
 TEST_SHAPE = (4, 6)
 TEST_PIECES = (5, 7, 12)  # elements
-TEST_STEPS = 7  # RAdam's first five differ from the others
+TEST_STEPS = 101  # some change what they do after a number of steps
 TEST_LR = 1e-2
 # Attributes that PyTorch's optimizers and schedulers change, and that mean nothing to a resume
 OF_PYTORCH = ("_step_count", "_opt_called", "_warned_capturable_if_run_uncaptured")
@@ -59,9 +59,20 @@ def beyond_our_adamw(optimizer: torch.optim.Optimizer) -> list[str]:
     # What a user has attached to step() would not run in the fused step
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         found.append("a hook on step()")
-    if "step" in vars(optimizer):  # in this object
+    if has_own_step(optimizer):
         found.append("another step()")
     return found
+
+
+def has_own_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether a step() was set on the object. That of PyTorch's schedulers calls the class'
+    own, and only notes that it did."""
+    return "step" in vars(optimizer) and not has_scheduler(optimizer)
+
+
+def has_scheduler(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether one of torch.optim.lr_scheduler was made for the optimizer."""
+    return hasattr(vars(optimizer).get("step"), "_wrapped_by_lr_sched")
 
 
 def describe_optimizer(optimizer: torch.optim.Optimizer) -> str:
@@ -116,6 +127,7 @@ def check_elementwise(
     it. params: those of the model.
     """
     name = type(optimizer).__name__
+    check_own_step(optimizer)
 
     # Small random weights and gradients, the same on all ranks
     generator = torch.Generator().manual_seed(0)
@@ -157,6 +169,30 @@ def check_elementwise(
                 "GPT.parameter_groups in model.py does"
             )
         check_attributes(name, matrix.read | whole.read, params)
+    check_own_keys(optimizer, params)
+
+
+def check_own_step(optimizer: torch.optim.Optimizer) -> None:
+    """Raise UserError if the object has another step() than its class."""
+    if has_own_step(optimizer):
+        raise UserError(
+            f"the optimizer {type(optimizer).__name__} has a step() that was set on the object, "
+            "which can't be tried on small tensors before training: make a class with this step()"
+        )
+
+
+def check_own_keys(optimizer: torch.optim.Optimizer, params: Sequence[nn.Parameter]) -> None:
+    """Raise UserError if an optimizer has the model's parameters in an attribute of its own."""
+    of_model = set(params)
+    for attribute, value in vars(optimizer).items():
+        if attribute == "param_groups" or not isinstance(value, dict | list | set | tuple):
+            continue
+        if any(isinstance(item, nn.Parameter) and item in of_model for item in value):
+            raise UserError(
+                f"the optimizer {type(optimizer).__name__} has parameters of the model in its "
+                f"attribute '{attribute}', and it would step ZeRO's flat pieces of them, which "
+                "aren't there: make a parameter group for each value, and let step() read the group"
+            )
 
 
 def check_moved(name: str, before: Tensor, after: Tensor) -> None:
@@ -276,6 +312,8 @@ def copy_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     kind = type(optimizer)
     trial = kind.__new__(kind)
     for name, value in vars(optimizer).items():
+        if name == "step":  # a scheduler's, which would step the original
+            continue
         is_container = isinstance(value, dict | list | set)
         vars(trial)[name] = copy.copy(value) if is_container else value
 
@@ -285,20 +323,29 @@ def copy_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def values_of(attributes: dict) -> dict:
-    """Return what tells whether one of these has changed: its value, size or version."""
+    """Return what tells whether one of these has changed: its value or version, also in
+    containers."""
     values = {}
     for name, value in attributes.items():
         if name in ("state", "param_groups", "params") or name in OF_PYTORCH:
             continue
-
-        # PyTorch counts the changes of a tensor in place
-        if torch.is_tensor(value):
-            values[name] = value._version
-        elif isinstance(value, dict | list | set):
-            values[name] = len(value)
-        elif isinstance(value, int | float | str | tuple):
-            values[name] = value
+        values[name] = value_of(value)
     return values
+
+
+def value_of(value: object) -> object:
+    """Return what tells whether a value has changed, or None for an object of another kind."""
+    if torch.is_tensor(value):
+        return value._version  # PyTorch counts the changes in place
+    if isinstance(value, dict):
+        return {key: value_of(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [value_of(item) for item in value]
+    if isinstance(value, set):
+        return set(value)
+    if isinstance(value, int | float | str):
+        return value
+    return None
 
 
 def check_kept(name: str, where: str, before: dict, after: dict) -> None:

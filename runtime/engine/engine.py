@@ -122,7 +122,9 @@ class Engine:
         # What has been done
         self.micro_steps = 0  # since the last optimizer step
         self.steps = 0  # of this process
-        self.untouched = Untouched(self.module, self.layout.optimizer)
+        self.untouched = Untouched(
+            self.module, self.layout.optimizer, keeps_places=self.our_step is not None
+        )
         self.hidden_grads.accept_hooks(self.without_hooks(paths))
         self.layout.optimizer.zero_grad = self.hidden_grads.refuse_clearing
         setup.silence_skipped_steps()
@@ -199,13 +201,19 @@ class Engine:
         """End an optimizer step: reduce and clip the gradients, step the optimizer, and return the
         StepResult.
 
-        The step is skipped if the gradient norm isn't finite, or with our gradients, isn't below
-        skip_above. Raises UserError if there was no micro-step, or if the ranks made different
-        numbers of them.
+        The step is skipped if the gradient norm isn't finite, or isn't below skip_above, which
+        needs our gradients. Raises UserError if there was no micro-step, or if the ranks made
+        different numbers of them.
         """
         if not self.micro_steps:
             raise UserError(
                 "an optimizer step had no micro-step: call engine.micro_step() before it"
+            )
+
+        if self.our_step is None and skip_above != math.inf:
+            raise UserError(
+                "engine.step(skip_above=...) can't skip a step at ZeRO-3 with offload: leave it "
+                "out, or use --deepspeed_config=config/ds/zero2_offload.json"
             )
 
         # Before the first collective of the step, which would hang if the ranks differ
@@ -271,7 +279,12 @@ class Engine:
 
     def checkpoint_files(self, out_dir: str, tag: str) -> list[tuple[str, dict]]:
         """Return [(path, content)] of the files of this rank for out_dir/tag, with the engine's own
-        tensors."""
+        tensors. Raises UserError in the middle of a step, whose gradients no checkpoint has."""
+        if self.micro_steps:
+            raise UserError(
+                "a checkpoint between engine.micro_step() and engine.step() would lose the "
+                "gradients of this step: save after engine.step()"
+            )
         return self.layout.checkpoint_files(out_dir, tag)
 
     def copy_recovery_script(self, out_dir: str) -> None:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch._dynamo.eval_frame import OptimizedModule
 
 from runtime.cluster.ranks import print0
 from runtime.engine.ds_config import takes_our_gradients, uses_offload
@@ -103,6 +104,12 @@ def check_trainable(model: nn.Module) -> None:
     """Raise UserError if DeepSpeed can't shard a parameter, or no checkpoint would hold a module's
     state."""
     check_extra_state(model)
+    if isinstance(model, OptimizedModule):
+        raise UserError(
+            "the model is compiled by torch.compile(model), which gives its parameters other names "
+            "than checkpoints have: use model.compile(), or leave it to --compile=True, which "
+            "compiles each block"
+        )
 
     # A parameter without a dimension has no rows to cut
     for name, param in model.named_parameters():

@@ -17,8 +17,8 @@ from runtime.errors import UserError
 
 ABOVE = "above setup.compile_blocks()"
 CHANGE = (
-    "ZeRO keeps gradients in shards of its own: use --grad_clip to clip them, and for other changes "
-    f"param.register_hook(...) {ABOVE}, or an optimizer's own step()"
+    "ZeRO keeps gradients in shards of its own: use --grad_clip to clip them, and for other "
+    f"changes param.register_hook(...) {ABOVE}, or an optimizer's own step()"
 )
 DISCARD = (
     "ZeRO keeps gradients in shards of its own: to discard those of a step, use "

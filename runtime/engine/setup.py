@@ -17,6 +17,7 @@ from runtime.cluster.ranks import all_exit_on, all_reduce_sum, print0, silence_s
 from runtime.engine.any_optimizer import (
     check_elementwise,
     describe_optimizer,
+    has_scheduler,
     is_adamw,
     keep_rates_of_groups,
     optimizer_name,
@@ -192,6 +193,13 @@ def initialize(
         changed = why_changed(model)
         if changed:
             raise UserError(changed)
+
+    if has_scheduler(optimizer):
+        optimizer._opt_called = True  # our kernels step it, which the scheduler would not notice
+        print0(
+            "note       no checkpoint has the state of an lr_scheduler: save it in save() and load "
+            "it after a resume, or write the schedule in get_lr()"
+        )
 
     # The config, with what depends on the model and the optimizer
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)

@@ -24,8 +24,10 @@ SAMPLE = 2**16  # elements of a flat tensor that are compared in each step
 class Untouched:
     """Watches the parameters of a model, and the groups of its optimizer, between steps."""
 
-    def __init__(self, module: nn.Module, optimizer: Optimizer) -> None:
+    def __init__(self, module: nn.Module, optimizer: Optimizer, keeps_places: bool) -> None:
+        """keeps_places: where param.data is not empty between steps, it is always at one place."""
         self.module = module
+        self.keeps_places = keeps_places
         self.optimizer = optimizer
         self.named = list(module.named_parameters())
         self.n_groups = len(optimizer.param_groups)
@@ -43,12 +45,13 @@ class Untouched:
         """Take the parameters as they are: call this after each optimizer step."""
         self.trained = [param.requires_grad for _, param in self.named]
         self.versions = [param._version for _, param in self.named]
+        self.places = [param.data_ptr() for _, param in self.named]
 
     def check(self) -> None:
         """Raise UserError if a parameter has changed. PyTorch counts changes in place, but not
         those of param.data."""
-        for (name, param), was_trained, version in zip(
-            self.named, self.trained, self.versions, strict=True
+        for (name, param), was_trained, version, place in zip(
+            self.named, self.trained, self.versions, self.places, strict=True
         ):
             if param.requires_grad != was_trained:
                 raise UserError(
@@ -57,6 +60,13 @@ class Untouched:
                 )
             if param._version != version:
                 raise UserError(changed(name))
+            is_moved = param.data_ptr() != place and param.numel() and place
+            if self.keeps_places and is_moved:
+                raise UserError(
+                    f"param.data of {name} was set to another tensor, as model.to() and "
+                    "model.half() do, and ZeRO would overwrite it or leave it behind: change it "
+                    "before the engine is made"
+                )
 
 
     def check_parts(self) -> None:

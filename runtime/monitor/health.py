@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from runtime.cluster.ranks import all_gather_scalars
+from runtime.errors import UserError
 
 WINDOW = 50  # recent gradient norms that a new one is compared with, once there are 20
 FEWEST_NORMS = 20
@@ -55,8 +56,15 @@ class StepHealth:
         """Warn if step `iter_num` was skipped, its gradient norm is a spike, or norms rise. Count
         consecutive skipped steps.
 
-        step: its StepResult. loss: this rank's, 0-dimensional. All ranks call this.
+        step: its StepResult. loss: this rank's, 0-dimensional. All ranks call this. Raises
+        UserError if a term was added to the loss that nothing trains.
         """
+        if loss.requires_grad:
+            raise UserError(
+                "the training loop adds a term with a gradient to the loss of engine.micro_step(), "
+                "which has made its backward already: add it in GPT.forward, or compute it under "
+                "torch.no_grad() if it is for the log"
+            )
         spike = None
         ratio = self.spikes.update(step.grad_norm, step.applied)
         if ratio:

@@ -4,6 +4,7 @@ import json
 import logging
 import math
 import random
+import types
 
 import deepspeed
 import numpy as np
@@ -347,9 +348,46 @@ class PythonsNoise(ByHand):
         return group["lr"] * random.random()
 
 
+class Later(ByHand):
+    """Centers gradients from the twelfth step on, as one that warms up might."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                state["steps"] = state.get("steps", 0) + 1
+                mean = p.grad.mean() if state["steps"] > 11 else 0
+                p.sub_(p.grad - mean, alpha=group["lr"])
+
+
+class HasScales(ByHand):
+    """Looks up each parameter's own rate."""
+
+    def __init__(self, params):
+        super().__init__(params)
+        self.scales = {p: 0.5 for group in self.param_groups for p in group["params"]}
+
+    def rate(self, group, p):
+        return group["lr"] * self.scales.get(p, 1.0)
+
+
+class CountsInDict(ByHand):
+    def __init__(self, params):
+        super().__init__(params)
+        self.counts = {"steps": 0}
+
+    def rate(self, group, p):
+        self.counts["steps"] += 1
+        return group["lr"] / self.counts["steps"]
+
+
 @pytest.mark.parametrize(
     "kind, why",
     [
+        (Later, "needs whole tensors"),
+        (HasScales, "has parameters of the model in its attribute 'scales'"),
+        (CountsInDict, "keeps what it has learned in the attribute 'counts'"),
         (JointlyNormed, "needs whole tensors"),
         (Noisy, r"draws random numbers in its step\(\)"),
         (OwnGenerator, "steps the same weights with the same gradients differently each time"),
@@ -469,3 +507,31 @@ def test_numbers_follow_their_parameters_into_other_groups(train, characters, tm
         assert refused.returncode == 2
         assert "has other numbers of the optimizer for" in refused.stderr
         assert "Traceback" not in refused.stderr
+
+
+def test_a_step_of_the_object_is_refused_and_that_of_a_scheduler_is_not():
+    """A scheduler puts a step() on the object, too, which calls that of the class."""
+    weight = torch.nn.Parameter(torch.ones(3, 3))
+    adamw = torch.optim.AdamW([weight])
+    torch.optim.lr_scheduler.ConstantLR(adamw)
+    assert is_adamw(adamw)
+    adam = torch.optim.Adam([weight])
+    torch.optim.lr_scheduler.ConstantLR(adam)
+    check_elementwise(adam, [weight])
+    adam.step = types.MethodType(lambda self: None, adam)
+    assert not is_adamw(adam)
+    with pytest.raises(UserError, match="Adam has a step\\(\\) that was set on the object"):
+        check_elementwise(adam, [weight])
+
+
+def test_a_scheduler_trains_and_is_noted(train, tmp_path):
+    """Its rates are those of get_lr() here, so it changes nothing."""
+    line = "adamw = setup.make_adamw(groups, plan.ds_config, lr=learning_rate, betas=(beta1, beta2))\n"
+    scheduler = "scheduler = torch.optim.lr_scheduler.ConstantLR(adamw, factor=1.0)\n"
+    step = "    loss /= micro_steps  # as the gradients: the mean over the step\n"
+    script = edited_script(tmp_path, (line, line + scheduler), (step, step + "    scheduler.step()\n"))
+    plain = done(train("--max_iters=3"))
+    scheduled = done(train("--max_iters=3", script=script))
+    assert scheduled.losses == plain.losses
+    assert "note       no checkpoint has the state of an lr_scheduler: " in scheduled.stdout
+    assert "lr_scheduler.step()` before" not in scheduled.stderr

@@ -8,6 +8,7 @@ from runtime.engine.hidden_grads import HiddenGrads
 from runtime.engine.untouched import PIECE, check_values
 from runtime.errors import UserError
 
+AFTER_STEP = "    loss /= micro_steps  # as the gradients: the mean over the step\n"
 STEP = "    iter_num += 1\n"  # between the micro-steps and the optimizer's step
 WEIGHT = "model.transformer.wpe.weight"
 OUTSIDE = "were changed outside of the optimizer"
@@ -63,6 +64,11 @@ GRADS = {  # name: (code between the third step's micro-steps and the optimizer'
     "own backward": ("model(*micro_batch).backward()", "backward outside of engine.micro_step()"),
     "a backward": ("sum((p**2).sum() for p in model.parameters()).backward()", "backward outside of engine"),
     "late hook": (f"{WEIGHT}.register_post_accumulate_grad_hook(print)", "wpe.weight has got a gradient hook"),
+    "saved": ("save(improved=False)", "save after engine.step()"),
+    "a term": (
+        "loss = loss + sum((p**2).sum() for p in model.parameters())",
+        "adds a term with a gradient to the loss",
+    ),
     "a new group": ("adamw.add_param_group({'params': [torch.nn.Parameter(torch.ones(2))]})", "got a parameter group"),
     "a new block": (
         "model.transformer.h.append(type(model.transformer.h[0])(model.config))",
@@ -88,6 +94,24 @@ def test_a_loop_that_changes_gradients_or_parts_is_refused(train, tmp_path, edit
     assert told in run.stderr
     assert "Traceback" not in run.stderr
     assert max(run.losses) == 2
+
+
+@pytest.mark.parametrize("change", [f"{PARAMS}p.data = p.data.clamp(-0.01, 0.01)", "model.half().float()"])
+def test_a_loop_that_sets_other_tensors_as_weights_is_refused(train, tmp_path, change):
+    """At ZeRO-2. At ZeRO-3 on several ranks, there is nothing in param.data between steps."""
+    script = edited_script(tmp_path, (AFTER_STEP, f"    if iter_num == 2:\n        {change}\n{AFTER_STEP}"))
+    run = train("--max_iters=6", ranks=2, script=script)
+    assert run.returncode == 2
+    assert "param.data of transformer.wte.weight was set to another tensor" in run.stderr
+    assert "Traceback" not in run.stderr
+    assert max(run.losses) == 2
+
+
+def test_a_step_that_can_not_be_discarded_is_refused(train, tmp_path):
+    script = edited_script(tmp_path, ("engine.step(skip_above=health.skip_above())", "engine.step(skip_above=0)"))
+    run = train("--max_iters=2", OFFLOAD, script=script)
+    assert run.returncode == 2
+    assert "can't skip a step at ZeRO-3 with offload" in run.stderr and "Traceback" not in run.stderr
 
 
 @pytest.mark.parametrize("n", [2, 3])
@@ -162,7 +186,6 @@ def test_reading_and_sampling_between_steps_is_no_change(train, tmp_path):
     done(train("--max_iters=3", "--sample_interval=1", "--sample_tokens=4", script=script))
 
 
-AFTER_STEP = "    loss /= micro_steps  # as the gradients: the mean over the step\n"
 READ = """
     from deepspeed import zero
     from deepspeed.utils import safe_get_full_fp32_param

@@ -648,4 +648,28 @@ FAULTS = [
             "test_a_loop_that_changes_gradients_or_parts_is_refused[a new block-zero2]"
         ),
     ),
+    Fault(
+        subject="loop, other tensors",
+        description="param.data is another tensor than the one that ZeRO steps",
+        file="runtime/engine/untouched.py",
+        function="Untouched.check",
+        old="self.keeps_places and is_moved",
+        new="False",
+        test=(
+            "engine/test_edited_loop.py::"
+            "test_a_loop_that_sets_other_tensors_as_weights_is_refused[model.half().float()]"
+        ),
+    ),
+    Fault(
+        subject="loss, compiled model",
+        description="torch.compile(model) traces the loss, whose gradients are zero then",
+        file="runtime/loss.py",
+        function="chunked_loss",
+        old="torch.compiler.is_compiling()",
+        new="False",
+        test=(
+            "test_loss.py::"
+            "test_a_model_that_is_compiled_as_a_whole_has_the_same_gradients[LMHead]"
+        ),
+    ),
 ]
