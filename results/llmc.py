@@ -5,7 +5,7 @@
         --sizes=d12:60x1,d48:16x2 --gelu=0,1,2
 
 A size is a model of llm.c (d12 is 124M, d48 is XL) with micro-batch x accumulation, and --gelu has
-the values of llm.c's -ge, which fuses GELU into the products. Ours is bench.py with the same shapes.
+the values of llm.c's -ge, which fuses GELU into the matmuls. Ours is bench.py with the same shapes.
 Both train on data/shakespeare without gradient checkpointing, and neither evaluates, samples nor
 saves between the steps that count. Milliseconds are each program's own: llm.c's are those between
 CUDA events.

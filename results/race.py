@@ -5,7 +5,7 @@
     python results/race.py table race.json nanogpt*.json muon*.json
 
 A long baseline may run in parts: with RACE_SECONDS=500 in the environment, it stops after
-so many and writes nanogpt.json.part. The same command goes on from there. The curve is that of a run in one piece.
+so many and writes nanogpt.json.part. The same command resumes it. The curve is that of a run in one piece.
 
 SETTINGS are those of train_deepspeed.py, the same for both, such as config/train_gpt2.py --dataset=packages. The first
 two commands write [step, seconds of training, validation loss] of each evaluation. Seconds are those of the optimizer
@@ -136,7 +136,7 @@ def baseline(argv, part):
         if time.monotonic() - began > float(os.environ.get("RACE_SECONDS", "inf")) and it + 1 < s.max_iters:
             torch.save({"argv": argv, "model": model.state_dict(), "optimizer": optimizer.state_dict(),
                         "done": it + 1, "ms": ms, "losses": losses}, part)
-            sys.exit(f"stopped after step {it + 1}: the same command goes on")
+            sys.exit(f"stopped after step {it + 1}: the same command resumes it")
     torch.distributed.destroy_process_group()
     part.unlink(missing_ok=True)
     return curve_of(ms, losses), machine_record(device)

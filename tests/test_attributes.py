@@ -1,4 +1,4 @@
-"""State in plain attributes of a model's modules: no checkpoint has it, and a run says so before its first step."""
+"""State in plain attributes of a model's modules: no checkpoint has it, and a note reports it before the first step."""
 
 import pytest
 from conftest import done, edited_script

@@ -73,7 +73,7 @@ def lost_attributes(tiny: Tiny) -> Lost:
     if not changed:
         return Lost([], False)
 
-    # The next step of the run that goes on, and of two resumes: both lack the same
+    # The next step of the run that goes on, and of two resumes: both miss the same
     saved = {name: tensor.clone() for name, tensor in trained.state_dict().items()}
     grads = gradients_of_step(trained, STEPS)
     wanted = values_of(trained)

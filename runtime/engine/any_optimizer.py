@@ -128,6 +128,11 @@ def check_elementwise(
     """
     name = type(optimizer).__name__
     check_own_step(optimizer)
+    if optimizer.state:
+        raise UserError(
+            f"the optimizer {name} makes its state before the first step, for the model's "
+            "parameters, and ZeRO steps flat pieces of them: make the state in step(), as Adam does"
+        )
 
     # Small random weights and gradients, the same on all ranks
     generator = torch.Generator().manual_seed(0)

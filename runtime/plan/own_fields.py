@@ -2,7 +2,7 @@
 the settings.
 
 A field that a tensor depends on is the tag's. Any other, such as the weight of an auxiliary loss or
-the base of rotary positions, may be set anew, and a note says so.
+the base of rotary positions, may be set anew, which a note reports.
 """
 
 from collections.abc import Mapping

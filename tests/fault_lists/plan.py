@@ -199,7 +199,7 @@ if False and not same_tokenizer(data, state["data"]):
     ),
     Fault(
         subject="state in attributes",
-        description="a run doesn't say that its checkpoints lack what a model keeps in attributes",
+        description="a run doesn't say that no checkpoint has what a model keeps in attributes",
         file="runtime/check/attributes.py",
         function="kept_attributes",
         old="lost.names",
