@@ -100,7 +100,7 @@ beta1 = 0.9  # decay rate of the first moment
 beta2 = 0.95  # decay rate of the second moment
 grad_clip = 1.0  # maximum gradient norm; 0: no clipping
 compact_optimizer = False  # 4 bytes of optimizer state per parameter instead of 12 (Muon: 8): 8-bit
-# moments, the fp32 weight as bfloat16 and a remainder (bfloat16 at ZeRO-2)
+# moments, the fp32 weight as bfloat16 and a remainder (bfloat16 at ZeRO-2 without offload)
 # Learning rate schedule
 decay_lr = True  # follow lr_schedule; False: constant learning_rate without warmup
 lr_schedule: Literal["cosine", "linear", "constant"] = "cosine"  # shape after warmup

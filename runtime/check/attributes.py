@@ -122,6 +122,8 @@ def leaves_of(value: object) -> list:
     """Return the numbers, texts and tensors in a value. Objects of other kinds are left out."""
     if torch.is_tensor(value):
         return [value.detach().clone()]
+    if isinstance(value, torch.Generator):
+        return [value.get_state()]
     if isinstance(value, np.ndarray | np.generic):
         return [value.tolist()]
     if isinstance(value, PLAIN):

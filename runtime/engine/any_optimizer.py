@@ -128,11 +128,7 @@ def check_elementwise(
     """
     name = type(optimizer).__name__
     check_own_step(optimizer)
-    if optimizer.state:
-        raise UserError(
-            f"the optimizer {name} makes its state before the first step, for the model's "
-            "parameters, and ZeRO steps flat pieces of them: make the state in step(), as Adam does"
-        )
+    versions = [param._version for param in params]
 
     # Small random weights and gradients, the same on all ranks
     generator = torch.Generator().manual_seed(0)
@@ -175,6 +171,12 @@ def check_elementwise(
             )
         check_attributes(name, matrix.read | whole.read, params)
     check_own_keys(optimizer, params)
+    if versions != [param._version for param in params]:
+        raise UserError(
+            f"step() of the optimizer {name}, or a hook on it, changes the weights of the model, "
+            "and ZeRO would overwrite them with its own fp32 copy: let step() change the "
+            "parameters in its param_groups alone"
+        )
 
 
 def check_own_step(optimizer: torch.optim.Optimizer) -> None:
@@ -188,16 +190,32 @@ def check_own_step(optimizer: torch.optim.Optimizer) -> None:
 
 def check_own_keys(optimizer: torch.optim.Optimizer, params: Sequence[nn.Parameter]) -> None:
     """Raise UserError if an optimizer has the model's parameters in an attribute of its own."""
-    of_model = set(params)
+    of_model = {id(param) for param in params}
     for attribute, value in vars(optimizer).items():
         if attribute == "param_groups" or not isinstance(value, dict | list | set | tuple):
             continue
-        if any(isinstance(item, nn.Parameter) and item in of_model for item in value):
+        ids = {item if isinstance(item, int) else id(item) for item in value if is_key(item)}
+        if ids & of_model:
             raise UserError(
                 f"the optimizer {type(optimizer).__name__} has parameters of the model in its "
                 f"attribute '{attribute}', and it would step ZeRO's flat pieces of them, which "
                 "aren't there: make a parameter group for each value, and let step() read the group"
             )
+
+
+def is_key(item: object) -> bool:
+    """Return whether this may stand for a parameter: the parameter, or its id."""
+    return isinstance(item, nn.Parameter | int)
+
+
+def check_state(optimizer: torch.optim.Optimizer) -> None:
+    """Raise UserError if an optimizer has a state before ZeRO has made its pieces."""
+    if optimizer.state:
+        raise UserError(
+            f"the optimizer {type(optimizer).__name__} has a state before the first step, for the "
+            "model's parameters, and ZeRO steps flat pieces of them: make the state in step(), as "
+            "Adam does, and load an earlier one by --init_from=resume"
+        )
 
 
 def check_moved(name: str, before: Tensor, after: Tensor) -> None:

@@ -20,6 +20,7 @@ On DeepSpeed's own path, it divides by the ranks and by the loss scale itself.
 import math
 import time
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -125,6 +126,7 @@ class Engine:
         self.untouched = Untouched(
             self.module, self.layout.optimizer, keeps_places=self.our_step is not None
         )
+        self.accept_weights()
         self.hidden_grads.accept_hooks(self.without_hooks(paths))
         self.layout.optimizer.zero_grad = self.hidden_grads.refuse_clearing
         setup.silence_skipped_steps()
@@ -168,6 +170,7 @@ class Engine:
             loss = self.forward_backward(*batch)
             if self.lockstep:
                 self.lockstep.end_backward()
+        loss.backward = refuse_backward  # type: ignore[method-assign]
         return loss
 
     def follow_micro_batch(self, batch: tuple[Tensor, ...]) -> None:
@@ -241,7 +244,7 @@ class Engine:
             if values_differ.item():  # the CPU has waited for the norm, which came later
                 raise UserError(changed("the model"))
         self.forward_backward.after_step()
-        self.untouched.accept()
+        self.accept_weights()
         self.steps += 1
         scale = self.layout.loss_scale if self.dtype == "float16" else None
         return StepResult(norm, applied, scale, self.layout.min_loss_scale)
@@ -249,20 +252,34 @@ class Engine:
     def check_values(self) -> Tensor:
         """Compare the weights in use with the optimizer's: all of them now and then, else a sample.
 
-        Raises UserError if they differ. For a sample, return a bool that is on its way to the CPU.
+        Raises UserError if they differ. For a sample, and for compact state, return a bool that is
+        on its way to the CPU.
         """
         if self.our_step is None:
             return torch.tensor(False)
 
         # All of them in the first steps. Later not with offload, where that takes seconds
+        found = []
         pairs = self.layout.weights_in_use()
         is_due = self.steps % CHECKED_EVERY == 0 and not self.offloads_optimizer
         if self.steps < CHECKED_STEPS or is_due:
             check_values(pairs)
             if self.stage == 3:
                 check_values(self.our_step.reduction.gathered_parts())
+        else:
+            found += sample_differs(pairs)
+
+        # With compact state, the weights in use are the optimizer's
+        for now, before in zip(self.layout.compact_sums(), self.compact_sums, strict=True):
+            found.append(now != before)
+        if not found:
             return torch.tensor(False)
-        return sample_differs(pairs)
+        return torch.stack(found).any().to("cpu", non_blocking=True)
+
+    def accept_weights(self) -> None:
+        """Take the weights as they are, after what may change them."""
+        self.untouched.accept()
+        self.compact_sums = self.layout.compact_sums()
 
     def own_work_seconds(self) -> float:
         """Return the seconds that this rank worked in the first micro-step since the last call,
@@ -285,6 +302,9 @@ class Engine:
                 "a checkpoint between engine.micro_step() and engine.step() would lose the "
                 "gradients of this step: save after engine.step()"
             )
+        for now, before in zip(self.layout.compact_sums(), self.compact_sums, strict=True):
+            if now.item() != before.item():
+                raise UserError(changed("the model"))
         return self.layout.checkpoint_files(out_dir, tag)
 
     def copy_recovery_script(self, out_dir: str) -> None:
@@ -313,10 +333,17 @@ class Engine:
         # The state itself
         with content_errors(path):
             state.copy_into(self.layout, TagReader(path, manifest))
-        self.untouched.accept()
+        self.accept_weights()
         dist.barrier()
         print0(f"loaded in {time.monotonic() - start:.1f} s")
         return manifest["state"]
+
+
+def refuse_backward(*args: object, **named: object) -> NoReturn:
+    """Stand in for backward() of the loss that micro_step() returns."""
+    raise UserError(
+        "engine.micro_step() has made the backward of its loss already: leave loss.backward() out"
+    )
 
 
 def describe_topology(saved: dict) -> str:

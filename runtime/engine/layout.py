@@ -280,6 +280,12 @@ class Layout:
         # With compact state, the weights in use are the optimizer's
         return [(shard.half, shard.master) for shard in self.shards if shard.compact is None]
 
+    def compact_sums(self) -> list[Tensor]:
+        """Return the sums of the bits of this rank's weights with compact state. They have no other
+        copy to compare them with."""
+        compact = [shard.half for shard in self.shards if shard.compact]
+        return [half.view(torch.int16).sum(dtype=torch.int64) for half in compact]
+
     def gather_weights(self) -> None:
         """Bring what a step has changed to all ranks. All ranks call this."""
         raise NotImplementedError

@@ -16,6 +16,7 @@ from torch import nn
 from runtime.cluster.ranks import all_exit_on, all_reduce_sum, print0, silence_stdout
 from runtime.engine.any_optimizer import (
     check_elementwise,
+    check_state,
     describe_optimizer,
     has_scheduler,
     is_adamw,
@@ -188,6 +189,7 @@ def initialize(
     """
     # What can't be trained ends all ranks here, and not in the middle of a collective
     with all_exit_on(UserError):
+        check_state(optimizer)
         keep_rates_of_groups(optimizer)
         check_trainable(model)
         changed = why_changed(model)

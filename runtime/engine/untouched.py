@@ -7,7 +7,6 @@ and none that were added. Plain PyTorch would use all three, so they are refused
 
 from collections.abc import Iterable, Mapping
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -102,9 +101,9 @@ def other_parameter(name: str) -> str:
     )
 
 
-def sample_differs(pairs: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
-    """Return whether some of the weights in use aren't those of the optimizer, as check_values()
-    looks for in all of them: a bool that is on its way to the CPU."""
+def sample_differs(pairs: Iterable[tuple[Tensor, Tensor]]) -> list[Tensor]:
+    """Return for each pair whether some of the weights in use aren't those of the optimizer, as
+    check_values() looks for in all of them."""
     found = []
     for used, master in pairs:
         # An odd distance, so that the elements aren't of one column of the matrices
@@ -112,9 +111,7 @@ def sample_differs(pairs: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
         part = used[::distance]
         own = master.detach()[::distance].to(part.dtype).to(part.device)
         found.append(((part != own) & (part == part)).any())  # NaN isn't equal to itself
-    if not found:
-        return torch.tensor(False)
-    return torch.stack(found).any().to("cpu", non_blocking=True)
+    return found
 
 
 def check_values(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
@@ -140,5 +137,5 @@ def changed(what: str) -> str:
     return (
         f"the weights of {what} were changed outside of the optimizer, and ZeRO would overwrite "
         "them with its own fp32 copy: change them before the engine is made, or in an optimizer's "
-        "own step()"
+        "own step(), by its param_groups"
     )

@@ -62,11 +62,14 @@ def how_to_change(config: GPTConfig, name: str, value: Any, settings: Any) -> st
 
 
 def has_same_tensors(config: GPTConfig, name: str, value: Any) -> bool:
-    """Return whether the model has the same tensors with another value of a field."""
+    """Return whether the model has the same tensors with another value of a field.
+
+    A buffer that a checkpoint has may depend on the field, too, so then they count as others.
+    """
     try:
         changed = gpt_config(**{**asdict(config), name: value})
         own = tensors_of(without_memory(lambda: GPT(config)))
         other = tensors_of(without_memory(lambda: GPT(changed)))
     except Exception:  # whatever a model raises that can't have this value
         return False
-    return not own.differences(other)
+    return not own.differences(other) and not own.buffers

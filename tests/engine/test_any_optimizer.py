@@ -15,7 +15,7 @@ from conftest import CHARS, done, edited_script, stage
 from model import GPT, GPTConfig
 from runtime.data.loader import locate_sequences, read_sequences
 from runtime.data.sequences import TokenStream
-from runtime.engine.any_optimizer import check_elementwise, is_adamw, step_by_itself
+from runtime.engine.any_optimizer import check_elementwise, check_state, is_adamw, step_by_itself
 from runtime.engine.clip import Clip
 from runtime.engine.setup import without_warning
 from runtime.engine.shard import Shard
@@ -223,8 +223,8 @@ def test_what_is_adamw_and_what_is_not():
         check_elementwise(usual)
 
     # It creates its state for the parameters that it is made with, and ZeRO's are others
-    with pytest.raises(UserError, match="the optimizer Adagrad makes its state before the first step"):
-        check_elementwise(torch.optim.Adagrad([p]))
+    with pytest.raises(UserError, match="the optimizer Adagrad has a state before the first step"):
+        check_state(torch.optim.Adagrad([p]))
 
     class Normed(torch.optim.SGD):
         """Divides each tensor's gradient by its norm."""
@@ -361,6 +361,17 @@ class Later(ByHand):
                 p.sub_(p.grad - mean, alpha=group["lr"])
 
 
+class HasIds(ByHand):
+    """Knows the parameters by their ids."""
+
+    def __init__(self, params):
+        super().__init__(params)
+        self.slow = {id(p) for group in self.param_groups for p in group["params"]}
+
+    def rate(self, group, p):
+        return group["lr"] * (0.5 if id(p) in self.slow else 1)
+
+
 class HasScales(ByHand):
     """Looks up each parameter's own rate."""
 
@@ -386,6 +397,7 @@ class CountsInDict(ByHand):
     "kind, why",
     [
         (Later, "needs whole tensors"),
+        (HasIds, "has parameters of the model in its attribute 'slow'"),
         (HasScales, "has parameters of the model in its attribute 'scales'"),
         (CountsInDict, "keeps what it has learned in the attribute 'counts'"),
         (JointlyNormed, "needs whole tensors"),
@@ -507,6 +519,29 @@ def test_numbers_follow_their_parameters_into_other_groups(train, characters, tm
         assert refused.returncode == 2
         assert "has other numbers of the optimizer for" in refused.stderr
         assert "Traceback" not in refused.stderr
+
+
+def test_a_hook_that_changes_the_weights_of_the_model_is_refused():
+    """ZeRO overwrites what it does, and the short check before training ran it on the model."""
+    weight = torch.nn.Parameter(torch.ones(3, 3))
+    adamw = torch.optim.AdamW([weight])
+
+    @torch.no_grad()
+    def clamp(*_):
+        weight.clamp_(-0.03, 0.03)
+
+    adamw.register_step_post_hook(clamp)
+    with pytest.raises(UserError, match="or a hook on it, changes the weights of the model"):
+        check_elementwise(adamw, [weight])
+
+
+def test_a_state_of_adamw_before_the_engine_is_refused(train, tmp_path):
+    """As that of a nanoGPT ckpt.pt. It was dropped, without a word."""
+    line = "adamw = setup.make_adamw(groups, plan.ds_config, lr=learning_rate, betas=(beta1, beta2))\n"
+    state = "adamw.state[groups[0]['params'][0]] = {'step': torch.tensor(5.0)}\n"
+    run = train("--max_iters=2", script=edited_script(tmp_path, (line, line + state)))
+    assert run.returncode == 2
+    assert "the optimizer AdamW has a state before the first step" in run.stderr and "Traceback" not in run.stderr
 
 
 def test_a_step_of_the_object_is_refused_and_that_of_a_scheduler_is_not():

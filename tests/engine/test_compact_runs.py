@@ -169,6 +169,24 @@ atexit.register(count)
 """
 
 
+CHANGES = {  # after the second step
+    "zeros on all ranks": "model.transformer.wte.weight.data[5].zero_()",
+    "on one rank": "model.transformer.wte.weight.data.mul_(0.9) if ranks.rank == 0 else None",
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_weights_that_a_loop_changes_are_found(train, tmp_path, change):
+    """They have no fp32 copy to compare with. Zeros made NaN of remainders, also in a checkpoint. Ranks differed."""
+    after = "    loss /= micro_steps  # as the gradients: the mean over the step\n"
+    script = edited_script(tmp_path, (after, f"    if iter_num == 2:\n        {CHANGES[change]}\n{after}"))
+    run = train(*COMPACT, "--max_iters=4", "--eval_interval=2", ranks=2, script=script)
+    assert run.returncode == 2
+    assert "the weights of the model were changed outside of the optimizer" in run.stderr
+    assert "Traceback" not in run.stderr
+    assert not (run.out_dir / "iter_2").exists()
+
+
 def test_nothing_but_the_gradients_is_in_float32(train):
     """DeepSpeed has views of the fp32 weights, each of which would keep all of them in memory."""
     args = ("--max_iters=2", "--keep_last=0")

@@ -64,6 +64,7 @@ GRADS = {  # name: (code between the third step's micro-steps and the optimizer'
     "own backward": ("model(*micro_batch).backward()", "backward outside of engine.micro_step()"),
     "a backward": ("sum((p**2).sum() for p in model.parameters()).backward()", "backward outside of engine"),
     "late hook": (f"{WEIGHT}.register_post_accumulate_grad_hook(print)", "wpe.weight has got a gradient hook"),
+    "its backward": ("engine.micro_step(*micro_batch).backward()", "leave loss.backward() out"),
     "saved": ("save(improved=False)", "save after engine.step()"),
     "a term": (
         "loss = loss + sum((p**2).sum() for p in model.parameters())",
