@@ -75,6 +75,15 @@ def has_scheduler(optimizer: torch.optim.Optimizer) -> bool:
     return hasattr(vars(optimizer).get("step"), "_wrapped_by_lr_sched")
 
 
+def satisfy_scheduler(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer has a scheduler. If so, keep it from warning that step() was not
+    called: our kernels step the optimizer, which a scheduler doesn't notice."""
+    if not has_scheduler(optimizer):
+        return False
+    vars(optimizer)["_opt_called"] = True
+    return True
+
+
 def describe_optimizer(optimizer: torch.optim.Optimizer) -> str:
     """Return an optimizer for a sentence: its class, and if it is an AdamW that is_adamw()
     refuses, why."""

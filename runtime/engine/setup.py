@@ -18,10 +18,10 @@ from runtime.engine.any_optimizer import (
     check_elementwise,
     check_state,
     describe_optimizer,
-    has_scheduler,
     is_adamw,
     keep_rates_of_groups,
     optimizer_name,
+    satisfy_scheduler,
 )
 from runtime.engine.ds_config import takes_our_gradients, uses_offload
 from runtime.engine.fast_paths import FastPaths, check_trainable
@@ -196,8 +196,7 @@ def initialize(
         if changed:
             raise UserError(changed)
 
-    if has_scheduler(optimizer):
-        optimizer._opt_called = True  # our kernels step it, which the scheduler would not notice
+    if satisfy_scheduler(optimizer):
         print0(
             "note       no checkpoint has the state of an lr_scheduler: save it in save() and load "
             "it after a resume, or write the schedule in get_lr()"
