@@ -150,10 +150,15 @@ def code_of_failure(error: Any) -> int:
 
     Print a line, unless the rank has explained itself.
     """
-    # A rank that was killed has made the others fail
-    rank, first = min(
-        error.failures.items(), key=lambda item: (item[1].exitcode > 0, item[1].timestamp)
-    )
+    def order(item: tuple[int, Any]) -> tuple[int, float]:
+        failure = item[1]
+        if failure.exitcode == -signal.SIGTERM:  # torchrun has ended it after another one's failure
+            return 2, failure.timestamp
+        if failure.exitcode > 0:
+            return 1, failure.timestamp
+        return 0, failure.timestamp  # a rank that was killed has made the others fail
+
+    rank, first = min(error.failures.items(), key=order)
 
     # A signal ends it before it could explain anything
     if first.exitcode < 0:

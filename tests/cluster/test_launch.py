@@ -10,6 +10,7 @@ import sys
 import psutil
 import pytest
 from conftest import ROOT, SMALL, done, free_port, launch, planted, wait_until
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 import launch_deepspeed
 from runtime.checkpoint.tags import TagStore
@@ -210,3 +211,13 @@ def test_a_host_name_that_does_not_resolve_delays_nothing(characters, tmp_path, 
                          env={**os.environ, "PYTHON": sys.executable})
     assert job.returncode == 0 and "iter 4:" in job.stdout, job.stdout + job.stderr
     assert " 2 x CPU, " in job.stdout
+
+
+@pytest.mark.parametrize(
+    "codes, expected",
+    [((2, -signal.SIGTERM), 2), ((-signal.SIGTERM, 2), 2), ((1, -signal.SIGKILL), 137), ((-signal.SIGTERM,), 143)],
+)
+def test_the_exit_code_is_that_of_the_rank_that_failed_first(codes, expected):
+    """torchrun ends the other ranks by SIGTERM, some before they handle it, and counts them as failed, too."""
+    failures = {rank: ProcessFailure(rank, 1, code, "none") for rank, code in enumerate(codes)}
+    assert launch_deepspeed.code_of_failure(ChildFailedError("train", failures)) == expected
