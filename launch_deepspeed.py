@@ -150,6 +150,7 @@ def code_of_failure(error: Any) -> int:
 
     Print a line, unless the rank has explained itself.
     """
+
     def order(item: tuple[int, Any]) -> tuple[int, float]:
         failure = item[1]
         if failure.exitcode == -signal.SIGTERM:  # torchrun has ended it after another one's failure

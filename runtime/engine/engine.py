@@ -215,8 +215,9 @@ class Engine:
 
         if self.our_step is None and skip_above != math.inf:
             raise UserError(
-                "engine.step(skip_above=...) can't skip a step at ZeRO-3 with offload: leave it "
-                "out, or use --deepspeed_config=config/ds/zero2_offload.json"
+                "engine.step(skip_above=...) can't skip a step on DeepSpeed's own path, which "
+                "ZeRO-3 with offload takes: leave it out, or use "
+                "--deepspeed_config=config/ds/zero2_offload.json"
             )
 
         # Before the first collective of the step, which would hang if the ranks differ

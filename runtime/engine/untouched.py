@@ -67,7 +67,6 @@ class Untouched:
                     "before the engine is made"
                 )
 
-
     def check_parts(self) -> None:
         """Raise UserError if the model has got other parameters, or the optimizer a group."""
         if len(self.optimizer.param_groups) != self.n_groups:
